@@ -1,4 +1,7 @@
-"""Attention as users call it: as `jax.nn.dot_product_attention` takes operands; what no problem says goes to XLA."""
+"""Binds calls of `scheduler.tuned_flash_attention`, with the operands of `jax.nn.dot_product_attention`.
+
+Calls that `FlashAttentionProblem` cannot express run in XLA.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from search_spaces.operation import Bound, Unbound
 
 
 class Options(NamedTuple):
-    """Of a call of `scheduler.tuned_flash_attention`; `left` and `right` are the window's, None without a bound."""
+    """Options of a call of `scheduler.tuned_flash_attention`.
+
+    `left` and `right` are the bounds of the window; None means no bound.
+    """
 
     causal: bool
     scale: float | None
@@ -42,10 +48,13 @@ def bind(
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Bound[FlashAttentionProblem] | Unbound:
-    """A call of `scheduler.tuned_flash_attention`, whose arguments these are.
+    """Binds the arguments of `scheduler.tuned_flash_attention` to a problem and its operands.
+
+    Returns:
+      `Unbound`, with the reason and a fallback in plain JAX, if no problem expresses the call.
 
     Raises:
-      ValueError: a window or a softcap that is none.
+      ValueError: if the window or the softcap is invalid.
     """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r} is no finite number above 0")
@@ -68,17 +77,20 @@ def bind(
 
 
 def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
-    """The same by plain JAX, in float64 where operands are that. What JAX refuses, it refuses in its words."""
+    """Computes attention in plain JAX, in float64 for float64 operands.
+
+    Invalid operands raise the error of `jax.nn.dot_product_attention` if that function supports the options.
+    """
     narrow = jax.nn.dot_product_attention
     if any(jnp.ndim(x) in (3, 4) and not jnp.shape(x)[-2] for x in (k, v)):
         raise ValueError(f"k {jnp.shape(k)} and v {jnp.shape(v)} have no heads")
     if how.softcap is None and not how.return_lse and jnp.shape(v)[-1:] == jnp.shape(k)[-1:]:
-        # Refused is what that refuses; computed is what rows without keys, and an empty array, are here.
+        # Only for JAX's checks of the operands. The results below also cover rows without keys and empty arrays.
         jax.eval_shape(
             lambda q, k, v, of: narrow(q, k, v, query_seq_lengths=of.q, key_value_seq_lengths=of.kv), q, k, v, of
         )
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    # Narrower ones need not hold the numbers of keys that they are compared with.
+    # A narrower dtype may overflow: lengths are compared with numbers of keys.
     of = Lengths(*(None if x is None else jnp.asarray(x, jnp.promote_types(x.dtype, jnp.int32)) for x in of))
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; attention is of one dtype: use .astype")
@@ -90,14 +102,17 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
         out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf, xla.wide(q))
     else:
         scale = p.head_dim**-0.5 if how.scale is None else how.scale
-        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)  # for JAX's derivative
+        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)  # avoids NaN in JAX's derivative
         out, lse = xla.forward(p, q, k, v, of, scale=scale, softcap=how.softcap or 1.0)
     out, lse = (out[0], lse[0]) if flat else (out, lse)
     return (out, lse) if how.return_lse else out
 
 
 class _Unposed(Bounds):
-    """What `xla.forward` reads of a problem, of operands that pose none: their extents may be 0, their dtype any."""
+    """The fields of a problem that `xla.forward` reads, for operands that no problem allows.
+
+    Extents may be 0, and any dtype is allowed.
+    """
 
     def __init__(self, q: Any, k: Any, v: Any, of: Lengths, how: Options) -> None:
         if any(x.ndim != 4 for x in (q, k, v)):
@@ -152,10 +167,10 @@ def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentio
 
 
 def bounds(window: Any) -> tuple[int | None, int | None]:
-    """The window's bounds to the left and to the right, None without one.
+    """Returns the left and right bounds of `window`; None means no bound.
 
     Raises:
-      ValueError: it is neither an integer of 0 or more nor two of them.
+      ValueError: if `window` is neither a non-negative integer nor a pair of these or None.
     """
     try:
         if isinstance(window, np.ndarray) and window.ndim:

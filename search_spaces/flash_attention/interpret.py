@@ -1,4 +1,4 @@
-"""Flash attention in plain ``pallas_call``: the teaching kernel, run by Pallas's interpreter on a CPU."""
+"""A teaching kernel of flash attention in plain ``pallas_call``, run by the Pallas interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from search_spaces.space import Columns, Space
 
 
 class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttention]):
-    """A block of the grid takes some queries of one head through all keys, with a running maximum and sum."""
+    """Computes a block of queries of one head per grid step, over all keys, with a running maximum and sum."""
 
     backend = "interpret"
     version = 1
@@ -60,7 +60,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
                 k, v = k_ref[0, columns, 0], v_ref[0, columns, 0]
                 x = jnp.where(seen(p, s, i, j, of), logits(p, q, k, scale, softcap), -jnp.inf)
                 new = jnp.maximum(most, x.max(axis=1))
-                # As long as nothing is seen, the maximum is -inf, from which nothing is subtracted.
+                # The maximum is -inf until a key is seen, and -inf - -inf would be NaN.
                 least = jnp.where(jnp.isfinite(new), new, 0.0)
                 e, rescale = jnp.exp(x - least[:, None]), jnp.exp(most - least)
                 product = interpret.dot(e.astype(v.dtype), v, (1, 0))
@@ -72,7 +72,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
                 jnp.zeros((s.block_q, p.value_dim)),
             )
             most, total, out = lax.fori_loop(0, steps, step, jax.tree.map(jnp.float32, start))
-            sees = total != 0  # NaN among logits stays NaN
+            sees = total != 0  # true for NaN, so that NaN logits give NaN results
             total = jnp.where(sees, total, 1.0)
             out_ref[0, :, 0] = jnp.where(sees[:, None], out / total[:, None], 0.0).astype(out_ref.dtype)
             lse_ref[0, 0] = jnp.where(sees, most + jnp.log(total), -jnp.inf)

@@ -1,4 +1,4 @@
-"""Attention as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+"""The flash attention problem: operands, inputs, reference and tolerance, independent of the kernel."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from search_spaces.attention.formula import attention
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.problem import Arrays, Tolerance
 
-# Of a log-sum-exp: logits are sums in float32 (TF32 products of float32 operands are off by 2^-11 each).
+# Tolerance of a log-sum-exp. Logits are float32 sums; a TF32 product of float32 operands has a relative error of 2^-11.
 LSE_TOLERANCE = Tolerance(absolute=2.0**-8, relative=2.0**-12)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionProblem(AttentionProblem):
-    """``softmax(q k^T * scale, where visible) v``: see `AttentionProblem`.
+    """``softmax(q k^T * scale, where visible) v``; see `AttentionProblem`.
 
     Attributes:
-      return_lse: the second result is the log-sum-exp, ``float32[batch, heads, q_len]``.
+      return_lse: whether the log-sum-exp, ``float32[batch, heads, q_len]``, is a second result.
     """
 
     return_lse: bool = False
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, *lengths: Any, **fields: Any) -> FlashAttentionProblem:
-        """From operands in the order of `operands`; `fields` are those that shapes do not tell.
+        """Returns the problem of these operands, given in the order of `operands`.
 
-        Where there is one array of lengths, `fields` say which one it is.
+        Args:
+          fields: the fields that shapes do not determine. `q_lengths` and `kv_lengths` must match the arrays in
+            `lengths`.
+
+        Raises:
+          TypeError: if the dtypes of q, k and v differ.
+          ValueError: if the shapes do not match, or if lengths are missing, superfluous or not ``int32[batch]``.
         """
         if any(x.ndim != 4 for x in (q, k, v)):
             raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are not [batch, length, heads, head_dim]")
@@ -57,7 +63,7 @@ class FlashAttentionProblem(AttentionProblem):
         )
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """q, k and v, then `q_lengths` and `kv_lengths`, as far as the problem has them."""
+        """Returns q, k and v, followed by `q_lengths` and `kv_lengths` if the problem has them."""
         return *self.qkv(), *self.length_operands()
 
     def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
@@ -68,7 +74,7 @@ class FlashAttentionProblem(AttentionProblem):
         return (out, lse) if self.return_lse else out
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Standard normal; lengths from 1 to all."""
+        """Returns standard normal q, k and v, and lengths from 1 to the full length."""
         whole = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
         return *super(FlashAttentionProblem, whole).inputs(seed), *self.random_lengths(seed)
 
@@ -81,10 +87,10 @@ class FlashAttentionProblem(AttentionProblem):
         return 2.0 * self.batch * self.heads * self.pair_share * self.visible_pairs * (self.head_dim + self.value_dim)
 
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
-        """Rounding of the result, and that of probabilities to its dtype before they are multiplied.
+        """Allows for rounding of the result, and of probabilities to the result's dtype before the second product.
 
-        A probability p is off by up to p eps / 2, and values are standard normal: a query that sees few keys is off
-        by that of the largest value, some 4, and one that sees many by less.
+        The error of a probability p is up to p eps / 2. Values are standard normal, the largest about 4. The error of
+        a query that sees few keys is that of its largest value; with many keys, errors average out.
         """
         eps = float(jnp.finfo(self.dtype).eps) if self.dtype != "float32" else 2.0**-10
         out = Tolerance(absolute=2 * eps, relative=eps)

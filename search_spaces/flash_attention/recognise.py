@@ -1,4 +1,4 @@
-"""Attention in a jaxpr: a softmax between two products, by the axes that these share."""
+"""Recognises attention in a jaxpr: a softmax between two products, identified by the axes that the products share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from search_spaces.recognise.graph import Node, Value
 from search_spaces.recognise.pattern import Recognised, as_of, between, number, rounded, source, strip
 from search_spaces.softmax.recognise import argument
 
-# A logit that is masked is this small, or smaller.
+# A constant of at most this value masks a logit.
 _MASKED = -1e4
-# An axis of one of the products: ("batch", i), or ("a" or "b", i) for a free one of its first or second operand.
+# An axis of a product: ("batch", i), or ("a", i) or ("b", i) for a free axis of the first or second operand.
 Label = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Logits:
-    """What a softmax gets: the product that it comes from, the label of each axis, and the masks on the way."""
+    """The operand of a softmax.
+
+    Attributes:
+      product: the ``dot_general`` that computes the logits.
+      labels: of each axis of the logits.
+      masks: applied between the product and the softmax. Each is a predicate, the predicate's value for visible
+        logits, and the labels of the predicate's axes.
+    """
 
     product: Node
     labels: tuple[Label, ...]
@@ -29,9 +36,10 @@ class _Logits:
 
 
 def recognise(node: Node) -> Recognised | None:
-    """``softmax(q k^T * scale, masked or not) v``, heads and batch wherever einsum has them; masks that are causal.
+    """Returns the attention that ends in `node`: ``softmax(q k^T * scale) v``, with or without a causal mask.
 
-    Of other masks, biases and dropout no kernel is known, so there is no attention then.
+    Batch and head axes may be in any position. Other masks, biases and dropout are not recognised, because no kernel
+    supports them.
     """
     if node.name != "dot_general":
         return None
@@ -50,7 +58,7 @@ def recognise(node: Node) -> Recognised | None:
 
 
 def _transposed(value: Value) -> tuple[Value, tuple[int, ...]]:
-    """What is transposed and cast to `value`, and which axis of that each of its axes is."""
+    """Returns the source of `value` before transposes and casts, and the source axis of each axis of `value`."""
     order = tuple(range(len(value.shape)))
     while (node := strip(value).by("transpose")) is not None:
         order = tuple(node.params["permutation"][i] for i in order)
@@ -100,18 +108,19 @@ def _masked(which: Value, *cases: Value) -> _Logits | None:
 
 
 def _kept(cases: Sequence[Value]) -> int | None:
-    """Which of two cases is not the masked one."""
+    """Returns the index of the case that is not a masking constant; None unless exactly one case is."""
     masked = [(value := number(each)) is not None and value <= _MASKED for each in cases]
     return masked.index(False) if masked.count(True) == 1 else None
 
 
 def _problem(node: Node, side: int, labels: tuple[Label, ...], logits: _Logits) -> FlashAttentionProblem | None:
-    """The problem of the product `node`, of weights with these labels and of values.
+    """Returns the attention problem of `node`, the product of weights and values.
 
     Args:
-      side: which operand of it are the weights.
+      side: index of the operand of `node` that is the weights.
+      labels: of the axes of the weights.
     """
-    key = logits.labels[-1]  # along which the softmax is
+    key = logits.labels[-1]  # the axis of the softmax
     if key[0] not in "ab":
         return None
     q_side, k_side = (1, 0) if key[0] == "a" else (0, 1)
@@ -150,10 +159,9 @@ def _problem(node: Node, side: int, labels: tuple[Label, ...], logits: _Logits) 
 
 
 def _heads(product: Node, q_side: int, free: Sequence[Label]) -> tuple[int, int, int, int] | None:
-    """Batch, heads of keys, query heads of each of them, and the axis of q along which queries lie.
+    """Returns the batch size, the number of key heads, the query heads per key head, and the axis of queries in q.
 
-    The last batch axis of q is that of the heads. Where queries have two free axes, the one that follows it is the
-    group of heads.
+    The last batch axis of q is the axis of key heads. If q has two free axes, the one after the key heads is the group.
     """
     q = product.inputs[q_side]
     axes = sorted(product.params["dimension_numbers"][1][q_side])
@@ -170,7 +178,7 @@ def _heads(product: Node, q_side: int, free: Sequence[Label]) -> tuple[int, int,
 
 
 def _causal(masks: Sequence[Any], query: Label, key: Label) -> bool | None:
-    """Whether keys behind a query are masked, and nothing else is; None where something else is."""
+    """Returns whether there are masks, all of them causal; None if a mask is not causal."""
     for which, keeps, labels in masks:
         if not is_causal(which, keeps, [{query: "query", key: "key"}.get(label) for label in labels]):
             return None

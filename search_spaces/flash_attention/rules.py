@@ -1,4 +1,7 @@
-"""How attention is differentiated, by an operation of its own; how it batches and divides: by sequences and heads."""
+"""Differentiation, batching and sharding rules of attention.
+
+The derivative is a separate operation. Attention is sharded over sequences and heads.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ Call = Callable[..., Any]
 
 
 def vjp_fwd(call: Call, p: FlashAttentionProblem, args: Any) -> tuple[Any, Any]:
-    """The pass whose log-sum-exp the backward pass needs: a problem of its own where the caller wants none."""
+    """Runs the forward pass with `return_lse`, because the backward pass needs the log-sum-exp.
+
+    Without `return_lse` in `p`, this is a different problem from `p`.
+    """
     q, k, v, *lengths = args
     out, lse = call(dataclasses.replace(p, return_lse=True), *args)
     return (out, lse) if p.return_lse else out, (q, k, v, out, lse, *lengths)
 
 
 def vjp_bwd(call: Call, p: FlashAttentionProblem, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
-    """One call of the backward operation; lengths have no cotangent."""
+    """Calls the backward operation once; lengths have no cotangent."""
     q, k, v, out, lse, *lengths = residuals
     d_out, d_lse = cotangent if p.return_lse else (cotangent, None)
     params = dict(call.params)  # type: ignore[attr-defined]
@@ -41,7 +47,10 @@ def vjp_bwd(call: Call, p: FlashAttentionProblem, residuals: Any, cotangent: Any
 
 
 def batch(call: Call, p: FlashAttentionProblem, args: Any, dims: Any) -> tuple[Any, Any]:
-    """A batch of queries on keys, values and lengths that it shares is more heads of a group; else more sequences."""
+    """Batches a call by adding sequences, or heads if only the queries are batched.
+
+    Queries that share keys, values and lengths become additional query heads of each group.
+    """
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     if dims[0] is not None and all(dim is None for dim in dims[1:]):
         return _as_heads(call, p, args, dims[0], size)
@@ -50,7 +59,7 @@ def batch(call: Call, p: FlashAttentionProblem, args: Any, dims: Any) -> tuple[A
 
 
 def _as_heads(call: Call, p: FlashAttentionProblem, args: Any, dim: int, size: int) -> tuple[Any, Any]:
-    """Query head n uses key head n // group: the new axis goes between the two."""
+    """Folds the new axis of q into its heads, between key head and group: query head n uses key head n // group."""
     q, *shared = args
     q = jnp.moveaxis(q, dim, 0)
     *sequences, q_len, _, head_dim = q.shape[1:]

@@ -1,4 +1,4 @@
-"""Attention as XLA computes it: ``jax.nn.dot_product_attention``, and the formula for what that cannot say."""
+"""Attention compiled by XLA: ``jax.nn.dot_product_attention``, and a formula for the cases it does not cover."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from search_spaces.space import Space
 
 
 class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):
-    """The formula, whose statistics are float32, some queries at a time where logits take much memory; and "plain"."""
+    """The formula, with float32 statistics, and the program "plain", which is ``jax.nn.dot_product_attention``.
+
+    The formula splits the queries into blocks if the logits need much memory.
+    """
 
     version = 1
 
     def programs(self, problem: FlashAttentionProblem) -> tuple[str, ...]:
-        if problem.return_lse or xla.unwritten(problem) is not None:  # JAX rounds its log-sum-exp to the dtype of keys
+        if problem.return_lse or xla.unwritten(problem) is not None:  # JAX rounds the log-sum-exp to the dtype of keys
             return (Library.program,)
         return (Library.program, "plain")
 

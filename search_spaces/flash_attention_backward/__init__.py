@@ -9,7 +9,7 @@ from search_spaces.flash_attention_backward.problem import FlashAttentionBackwar
 from search_spaces.flash_attention_backward.xla import XlaFlashAttentionBackward
 from search_spaces.operation import Operation
 
-# Its derivatives, for a Hessian, are those of the library kernel.
+# Second derivatives are those of the library kernel.
 FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
     name="flash_attention_backward",
     problem=FlashAttentionBackwardProblem,

@@ -1,4 +1,4 @@
-"""The gradients of attention by cuDNN, the vendor's library: the answer to beat on an NVIDIA GPU, and a legal one."""
+"""The attention gradients by cuDNN: the vendor's baseline on NVIDIA GPUs, which may also be selected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from search_spaces.space import Columns, Space
 
 
 class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSchedule]):
-    """What the derivative of ``jax.nn.dot_product_attention(implementation="cudnn")`` runs."""
+    """The kernel of the derivative of ``jax.nn.dot_product_attention(implementation="cudnn")``."""
 
     backend = "cudnn"
     version = 1

@@ -1,4 +1,4 @@
-"""JAX's equation of the gradients of cuDNN's attention as a problem."""
+"""Converts JAX's equation for the gradients of cuDNN attention to a problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from search_spaces.operation import Posed
 
 
 def posed(q: Any, k: Any, v: Any, *rest: Any, **params: Any) -> Posed[FlashAttentionBackwardProblem] | str:
-    """The gradients that an equation is, or why they are cuDNN's. Its log-sum-exp is the same as the kernels'.
+    """Returns the problem of an equation and its operands, or the reason why cuDNN must compute it.
+
+    The log-sum-exp of the equation has the same definition as that of the kernels.
 
     Args:
       q, k, v, rest, params: as in `attention.from_cudnn`; the last three of `rest` are the log-sum-exp, the result and

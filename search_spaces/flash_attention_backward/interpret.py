@@ -1,4 +1,4 @@
-"""The gradients of attention in plain ``pallas_call``: two kernels, run by Pallas's interpreter on a CPU."""
+"""Teaching kernels of the attention gradients in plain ``pallas_call``, run by the Pallas interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from search_spaces.space import Columns, Space
 
 
 class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, InterpretedAttention]):
-    """One kernel takes queries of a head through all keys, for dq; another keys through queries, for dk and dv."""
+    """Two kernels: one computes dq per block of queries over all keys, the other dk and dv per block of keys."""
 
     backend = "interpret"
     version = 1
@@ -61,13 +61,13 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
 
 
 class _Block:
-    """What a block of logits contributes."""
+    """The gradients of one block of logits."""
 
     def __init__(self, p: FlashAttentionBackwardProblem, s: InterpretedAttention, scale: float, softcap: float) -> None:
         self.problem, self.schedule, self.scale, self.softcap = p, s, scale, softcap
 
     def gradients(self, rows: Any, columns: Any, q_block: Any, kv_block: Any, of: Any) -> tuple[jax.Array, jax.Array]:
-        """The probabilities, and the cotangents of the products of q and k, in the dtype of operands."""
+        """Returns the probabilities and the cotangents of the products of q and k, in the dtype of the operands."""
         p, (q, d_out, lse, delta), (k, v) = self.problem, rows, columns
         x = logits(p, q, k, self.scale, self.softcap)
         there = seen(p, self.schedule, q_block, kv_block, of)
@@ -114,7 +114,7 @@ def _dq(block: _Block, by_row: Any, by_column: Any, lengths: Any) -> jax.Array:
 
 
 def _dkv(block: _Block, by_row: Any, by_column: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """A block of the grid has the heads of a group one after the other, so that sums are whole."""
+    """Computes dk and dv; a grid step iterates over the heads of a group, so that its sums are complete."""
     p, s = block.problem, block.schedule
     q, d_out, *statistics = by_row
     k, v = by_column

@@ -1,4 +1,4 @@
-"""The backward pass of attention as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+"""The flash attention backward problem: operands, inputs, reference and tolerance, independent of the kernel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from search_spaces.problem import Arrays, Problem, Tolerance
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionBackwardProblem(AttentionProblem):
-    """The gradients of ``softmax(q k^T * scale, where visible) v`` in q, k and v: see `AttentionProblem`.
+    """The gradients of ``softmax(q k^T * scale, where visible) v`` in q, k and v; see `AttentionProblem`.
 
-    Operands are q, k, v, the forward pass's result and log-sum-exp (natural, of scaled logits, -inf where a query sees
-    no key), the cotangent of the result, that of the log-sum-exp if there is one, and the lengths.
+    Operands are q, k, v, the result and the log-sum-exp of the forward pass, the cotangent of the result, the cotangent
+    of the log-sum-exp if `lse_cotangent` is set, and the lengths. The log-sum-exp is the natural logarithm of scaled
+    logits, and -inf for queries that see no key.
 
     Attributes:
-      lse_cotangent: the log-sum-exp was a result that something depends on.
-      deterministic: the same bits in every run, whatever order blocks take.
+      lse_cotangent: whether the log-sum-exp has a cotangent.
+      deterministic: whether every run must return the same bits.
     """
 
     lse_cotangent: bool = False
@@ -36,7 +37,14 @@ class FlashAttentionBackwardProblem(AttentionProblem):
     def of(
         cls, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *rest: Any, **fields: Any
     ) -> FlashAttentionBackwardProblem:
-        """From operands in the order of `operands`; `fields` are those that shapes do not tell."""
+        """Returns the problem of these operands, given in the order of `operands`.
+
+        Args:
+          fields: the fields that shapes do not determine.
+
+        Raises:
+          ValueError: if the shape or dtype of an operand does not match.
+        """
         (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
         p = cls(
             batch=batch,
@@ -56,7 +64,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the operands, in their order."""
+        """Names of the operands, in the order of `operands`."""
         rest = {name: getattr(self, name) for name in ("lse_cotangent", "q_lengths", "kv_lengths")}
         return "q", "k", "v", "out", "lse", "d_out", *(name for name, given in rest.items() if given)
 
@@ -65,7 +73,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         return *self.qkv(), self.out(), self.lse(), *cotangents, *self.length_operands()
 
     def result(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """dq, dk and dv, as q, k and v."""
+        """Returns the structs of dq, dk and dv, which are those of q, k and v."""
         return self.qkv()
 
     def reference(self, *args: jax.Array) -> Arrays:
@@ -79,13 +87,16 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         return gradients
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Standard normal, lengths from 1 to all, and the forward pass's results of these."""
+        """Returns standard normal operands, lengths from 1 to the full length, and their forward results."""
         plain = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
         q, k, v, _, _, *cotangents = Problem.inputs(plain, seed)
         return self._after_forward((q, k, v), cotangents, self.random_lengths(seed))
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Large is only what logits have in common: of large values gradients are differences of their errors."""
+        """Returns inputs for `kind`; for "large", only the common part of the logits is large.
+
+        With large values, gradients would be differences of rounding errors.
+        """
         q, k, v, _, _, *rest = self.inputs(seed)
         cotangents, lengths = rest[: 1 + self.lse_cotangent], rest[1 + self.lse_cotangent :]
         if kind == "large":
@@ -94,10 +105,11 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         return self._after_forward(qkv, special_values.altered(cotangents, kind), lengths)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """Beside elements of 1 what `tolerance` says, though gradients may cancel where those are large.
+        """Scales `tolerance` by the size of the terms of a gradient for "large" and "halves", as terms may cancel.
 
-        They are sums of terms p (dp - delta), of which dp and delta are products of values and cotangents, times keys
-        or queries: multiples of 1/2 have a standard deviation of 2.5, and what logits have in common is a key's.
+        A gradient is a sum of terms p (dp - delta) times keys or queries; dp and delta are products of values and
+        cotangents. For "halves", multiples of 1/2 have a standard deviation of 2.5. For "large", keys contain the
+        common part of the logits.
         """
         of_terms = {"large": 2.0**self.common_power, "halves": 2.5**2}
         if kind not in of_terms:
@@ -107,26 +119,27 @@ class FlashAttentionBackwardProblem(AttentionProblem):
     def _after_forward(
         self, qkv: Sequence[jax.Array], cotangents: Sequence[jax.Array], lengths: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
-        """Operands with the forward pass's results of these queries, keys and values."""
+        """Returns all operands, with the forward results of `qkv`."""
         out, lse = reference_programs.run(_forward, *qkv, *lengths, problem=self)
         return *qkv, out, lse, *cotangents, *lengths
 
     @property
     def flops(self) -> float:
-        """Of five products, as FlashAttention counts: what recomputes more does not do more."""
+        """FLOPs of five products, as in FlashAttention; recomputation is not counted."""
         pairs = self.batch * self.heads * self.pair_share * self.visible_pairs
         return 2.0 * pairs * (3 * self.head_dim + 2 * self.value_dim)
 
     @property
     def library_bytes_moved(self) -> float:
-        """As of the forward pass, and as much for the gradients of logits."""
+        """Bytes moved by the forward pass, plus the same traffic for the gradients of logits."""
         return 2.0 * super().library_bytes_moved - self.bytes_moved
 
     def tolerance(self) -> tuple[Tolerance, ...]:
-        """Rounding of the results, and of probabilities and their cotangents to the dtype before they are multiplied.
+        """Allows for rounding of the results, and of probabilities and their cotangents before they are multiplied.
 
-        A gradient of keys or values is a sum over queries and the heads of a group, of terms p d_out and ds q, each off
-        by its eps: where p is close to 1, as in the first rows of a causal mask, a term is some 4 x 4.
+        A gradient of keys or values is a sum of terms p d_out and ds q over queries and the heads of a group. Each term
+        has a relative error of eps. A term is up to about 4 x 4 if p is close to 1, as in the first rows of a causal
+        mask.
         """
         eps = float(jnp.finfo(self.dtype).eps) if self.dtype != "float32" else 2.0**-10
         return (Tolerance(absolute=4 * eps, relative=2 * eps),) * 3

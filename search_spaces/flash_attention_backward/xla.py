@@ -1,4 +1,4 @@
-"""The gradients of attention as XLA computes them: those of ``jax.nn.dot_product_attention``, and the formula."""
+"""The attention gradients compiled by XLA: those of ``jax.nn.dot_product_attention``, and a formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from search_spaces.space import Space
 
 
 class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
-    """The formula from the log-sum-exp, some queries at a time where logits take much memory; and "plain"."""
+    """The formula with the log-sum-exp, and the program "plain", the derivative of ``jax.nn.dot_product_attention``.
+
+    The formula splits the queries into blocks if the logits need much memory.
+    """
 
     version = 1
 
@@ -29,7 +32,10 @@ class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
         return whole if xla.compiles(problem, target) else Space(Library, {"program": (Library.program,)})
 
     def tolerance(self, problem: FlashAttentionBackwardProblem, schedule: Library) -> tuple[Tolerance, ...]:
-        """Of what users write, whose cotangents of probabilities are rounded before their mean is taken off."""
+        """Returns 8 times the problem's tolerance for "plain".
+
+        That program rounds cotangents of probabilities before it subtracts their mean.
+        """
         exact = problem.tolerance()
         if schedule.program != "plain":
             return exact

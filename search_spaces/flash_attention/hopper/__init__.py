@@ -1,4 +1,4 @@
-"""Attention on Hopper: warp-specialized Mosaic GPU kernels for many queries, and for few, with their schedules."""
+"""Flash attention forward on Hopper: warp-specialized Mosaic GPU kernels for prefill and decode."""
 
 from search_spaces.flash_attention.hopper.decode import MosaicGpuFlashDecoding
 from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule

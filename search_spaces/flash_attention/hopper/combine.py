@@ -1,11 +1,12 @@
-"""How splits of the keys become one result: within a cluster through DSMEM, across clusters by an XLA fusion.
+"""Combines the results of splits of the keys: through DSMEM within a cluster, by an XLA fusion across clusters.
 
-Each split leaves ``o = sum(exp2(x - m) v)``, ``m = max(x)`` and ``l = sum(exp2(x - m))`` of its keys, x being logits
-times log2(e). CTAs of a cluster leave these in their SMEM, meet, and each combines and stores some fragments of the
-result, reading them from the SMEM of all. What remains are partial results in device memory, in float32, each element
-with the log-sum-exp of its row to base 2, minus infinity where a split had no key.
+Each split computes ``o = sum(exp2(x - m) v)``, ``m = max(x)`` and ``l = sum(exp2(x - m))`` over its keys; x are logits
+times log2(e). The CTAs of a cluster write these to their SMEM and synchronize. Each CTA then reads some fragments from
+the SMEM of all CTAs, combines them and stores the result. With several clusters, the stored results are partial results
+in float32. Each element has the base-2 log-sum-exp of its row, which is minus infinity if a split had no key.
 
-The interpreter knows no DSMEM. There a cluster's partial results go through a mailbox, an array in device memory.
+The interpreter does not support DSMEM. It exchanges a cluster's partial results through a mailbox, an array in device
+memory.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store_r
 from search_spaces.rowwise.hopper.thread_layout import tiled
 
 RANK = "cluster_rank"  # the axis of CTAs in a cluster
-# Below any logit, and so far from minus infinity that differences are numbers.
+# Less than any logit, but finite, so that differences are finite.
 LOWEST = -1e30
 
-# PTX ISA, mapa and ld: from the place in the CTA of this rank in the cluster that the address is in this CTA.
+# Loads from the shared memory of the CTA of rank $2, at the place that $1 addresses in this CTA (PTX ISA, mapa and ld).
 LOAD_FROM_RANK = """{
     .reg .b32 there;
     mapa.shared::cluster.u32 there, $1, $2;
@@ -44,12 +45,12 @@ LOAD_FROM_RANK = """{
 
 @dataclasses.dataclass(frozen=True)
 class SplitCombine:
-    """What a CTA of a cluster does with its partial result, and those of the others.
+    """Exchange and combination of partial results in a cluster.
 
     Attributes:
-      cluster: CTAs that combine theirs; 1 where each stores its own.
-      rows: of a partial result that it leaves in SMEM, the first ones of the accumulators.
-      columns: of these.
+      cluster: number of CTAs that combine their results; 1 means that each CTA stores its own.
+      rows: rows of a partial result in SMEM, the first rows of the accumulators.
+      columns: columns of a partial result.
     """
 
     cluster: int
@@ -57,14 +58,14 @@ class SplitCombine:
     columns: int
 
     def scratch(self) -> tuple[Any, ...]:
-        """o, and m and l; in the interpreter a cluster has a barrier, too."""
+        """Returns the scratch types of o, and of m and l; for the interpreter also a cluster barrier."""
         f32 = jnp.float32
         arrays = (plgpu.SMEM((self.rows, self.columns), f32), plgpu.SMEM((2, WGMMA_ROWS), f32))
         barrier = plgpu.ClusterBarrier(collective_axes=(RANK,), num_arrivals=1, num_barriers=2)
         return (*arrays, barrier) if self._mailed else arrays
 
     def mailbox(self, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a launch of so many clusters returns beside its results: for the interpreter alone."""
+        """Returns the additional outputs of a launch of `clusters` clusters; empty outside the interpreter."""
         count = clusters * self.cluster
         arrays = ((count, self.rows, self.columns), (count, 2, WGMMA_ROWS))
         return tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in arrays) if self._mailed else ()
@@ -74,7 +75,7 @@ class SplitCombine:
         return self.cluster > 1 and interprets()
 
     def publish(self, values: Sequence[jax.Array], smem: Sequence[Any], mailbox: Sequence[Any], cluster: Any) -> None:
-        """Leaves o, m and l for the other CTAs, and waits for theirs; `cluster` is the number of this one."""
+        """Writes o, m and l for the other CTAs and waits for theirs; `cluster` is the index of this cluster."""
         o, m, total = values
         _store_rows(smem[0], o)
         smem[1][0], smem[1][1] = m, total
@@ -85,7 +86,7 @@ class SplitCombine:
         self._meet(0, *smem[2:])
 
     def leave(self, smem: Sequence[Any]) -> None:
-        """Waits until nobody reads the SMEM of this CTA."""
+        """Waits until no CTA reads the SMEM of this CTA."""
         self._meet(1, *smem[2:])
 
     def _meet(self, number: int, barrier: Any = None) -> None:
@@ -99,17 +100,18 @@ class SplitCombine:
         mosaic_gpu_code(meaning)(lambda _: ptx(ARRIVE + WAIT))()
 
     def meet(self) -> None:
-        """`publish` and `leave`, for threads that have no partial result."""
+        """Runs the barriers of `publish` and `leave`, for threads without a partial result."""
         if self.cluster > 1:
             mosaic_gpu_code(lambda: None)(lambda _: ptx(2 * (ARRIVE + WAIT)))()
 
     def fragment(
         self, start: Any, count: int, smem: Sequence[Any], mailbox: Sequence[Any], cluster: Any, *, output: bool = True
     ) -> tuple[Any, Any]:
-        """The combined result of `count` elements from `start` on, and the log-sum-exp to base 2 of their rows.
+        """Returns `count` elements of the combined result from `start` on, and the base-2 log-sum-exps of their rows.
 
         Args:
-          output: elements are those of the flat ``[rows, columns]``; else there is one a row, and no result of it.
+          output: whether to index the flat result ``[rows, columns]``. Otherwise elements are rows, and the result is
+            None.
         """
         each = self.columns if output else 1
         read = functools.partial(self._load, start, count, smem=smem, mailbox=mailbox, cluster=cluster)
@@ -118,11 +120,11 @@ class SplitCombine:
         m = functools.reduce(jnp.maximum, maxima)
         weights = [jnp.exp2(one - m) for one in maxima]
         total = functools.reduce(operator.add, [x * w for x, w in zip(sums, weights, strict=True)])
-        lse = m + jnp.log2(total)  # Minus infinity where the total is 0.
+        lse = m + jnp.log2(total)  # minus infinity if the total is 0
         if not output:
             return None, lse
         o = functools.reduce(operator.add, [read(0, rank, 1) * weights[rank] for rank in ranks])
-        return jnp.where(total != 0, o / total, 0.0), lse  # NaN among logits stays NaN
+        return jnp.where(total != 0, o / total, 0.0), lse  # NaN logits give NaN results
 
     def _load(
         self,
@@ -136,7 +138,7 @@ class SplitCombine:
         mailbox: Sequence[Any],
         cluster: Any,
     ) -> jax.Array:
-        """Elements ``(start + i) // each`` of o, m or l, by `number`, of the CTA of a rank."""
+        """Returns the elements ``(start + i) // each`` of o, m or l (`number` 0, 1 or 2) of the CTA with this rank."""
 
         def meaning(ref: Any, start: Any) -> jax.Array:
             whole = mailbox[min(number, 1)][cluster * self.cluster + rank] if self._mailed else ref[...]
@@ -170,7 +172,7 @@ class SplitCombine:
 
 
 def _store_rows(ref: Any, value: jax.Array) -> None:
-    """The first rows of accumulators, as many as `ref` has in SMEM."""
+    """Stores the first rows of accumulators to `ref` in SMEM."""
     rows, columns = ref.shape
 
     def meaning(ref: Any, value: jax.Array) -> None:
@@ -194,22 +196,22 @@ def _store_rows(ref: Any, value: jax.Array) -> None:
 
 
 def fragment_layout(count: int) -> Any:
-    """One element a thread of a warpgroup, or one a lane, which all warps have alike."""
+    """Returns the layout with one element per thread of a warpgroup, or one per lane, replicated over warps."""
     if count == WARPGROUP:
         return tiled(((WARPGROUP,), (WARP,), (1,)), warps=-3, lanes=-2)
     return tiled(((WARP,), (1,)), warps=plgpu.Replicated(WARPGROUP // WARP), lanes=-2)
 
 
 def store_fragment(ref: Any, start: Any, value: jax.Array) -> None:
-    """To a flat array in device memory."""
+    """Stores a fragment to a flat array in device memory."""
     store_run(ref, start, value.astype(ref.dtype))
 
 
 def combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of partial results ``[splits, ...]`` and their log-sum-exp to base 2, for XLA to make one fusion of.
+    """Combines partial results ``[splits, ...]`` and their base-2 log-sum-exps, in a form that XLA fuses.
 
-    Splits are written out one by one, first to last, and each element has a log-sum-exp of its own: reductions, and
-    what is then broadcast, XLA would compute in a kernel before.
+    The splits are unrolled, and each element has its own log-sum-exp. XLA would compute reductions and their broadcast
+    results in a separate kernel.
     """
     splits = range(lse.shape[0])
     m = functools.reduce(jnp.maximum, [lse[split] for split in splits])
@@ -221,5 +223,5 @@ def combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def natural(lse: jax.Array) -> jax.Array:
-    """A logarithm to base 2 as a natural one."""
+    """Converts a base-2 logarithm to a natural one."""
     return lse * math.log(2)

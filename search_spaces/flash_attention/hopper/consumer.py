@@ -1,13 +1,13 @@
-"""A consumer warpgroup: products and softmax of 64 rows of queries, tile after tile.
+"""A consumer warpgroup: products and softmax of 64 rows of queries, for a sequence of tiles.
 
-**What decides the speed, without changing a value** (SASS alone shows it: tests/test_flash_attention_sass.py):
+**Code order that affects only speed** (visible only in SASS: tests/test_flash_attention_sass.py):
 
-- ptxas moves the wait for ``O += P V`` up to the maximum of S, ahead of all exponentials, unless a basic block ends
-  in between. So the wait for the keys of the next step, which is a loop, stands there.
-- P is rounded to 16 bits only after that wait. Registers that an instruction in flight reads would otherwise be
-  written, and ptxas makes every product wait for the one before (C7513).
-- With head sizes above 128, O is rescaled between the issue of both products, when those of S keep the tensor cores
-  busy. LLVM would move that to the end of the step before, if nothing kept it from knowing O.
+- ptxas hoists the wait for ``O += P V`` to the maximum of S, before all exponentials, unless a basic block ends in
+  between. The wait for the keys of the next step is therefore placed there: it is a loop, and ends a basic block.
+- P is rounded to 16 bits only after that wait. Otherwise the code would write registers that an instruction in flight
+  reads, and ptxas would serialize all products (C7513).
+- With head sizes above 128, O is rescaled between the issue of the two products, while those of S keep the tensor cores
+  busy. An optimization barrier prevents LLVM from moving the rescaling to the end of the previous step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from search_spaces.jax_compat import plgpu
 
 
 class Carry(NamedTuple):
-    """From one step to the next.
+    """The state that a step passes to the next step.
 
     Attributes:
-      o: ``float32[64, value_dim]``, the sum of values of all blocks but the last one.
-      rows: of the blocks so far.
-      p: of the last block, in 16 bits.
-      rescale: by which `o` is to be multiplied; None where that has been done.
+      o: ``float32[64, value_dim]``, the weighted sum of values of all blocks except the last one.
+      rows: softmax state after all blocks so far.
+      p: probabilities of the last block, in 16 bits.
+      rescale: pending factor of `o`; None if `o` is already rescaled.
     """
 
     o: Any
@@ -50,7 +50,7 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """One consumer warpgroup of a CTA, and its number among them."""
+    """A consumer warpgroup of a CTA; `warpgroup` is its index among the consumers."""
 
     cta: Cta
     warpgroup: Any
@@ -77,7 +77,7 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0)
 
     def tile_and_next_start(self, position: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        """The steps of a tile after its first; then its last product, with the first step of the next tile."""
+        """Runs the steps of a tile after the first, then its last product with the first step of the next tile."""
         order = self.cta.order
         carry, base = state
         tile, following = order.tile(position), order.tile(position + 1)
@@ -104,7 +104,7 @@ class Consumer:
         return after._replace(o=zeros), base
 
     def row(self, tile: Tile) -> Any:
-        """Number of this warpgroup's first query."""
+        """Returns the index of this warpgroup's first query."""
         return tile.row + self.warpgroup * WGMMA_ROWS
 
     def load_q(self, tile: Tile) -> None:
@@ -113,7 +113,7 @@ class Consumer:
         rows_of_heads.load(cta.t.q_tile, cta.q, place, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
 
     def seen(self, tile: Tile, j: Any) -> Any:
-        """Which keys of a step's block its queries see; None where every block of the problem is seen as a whole."""
+        """Returns the mask of visible keys in the block of step `j`; None if no block of the problem needs a mask."""
         p, size = self.cta.t.p, self.cta.t.s.block_kv
         return visible(
             (WGMMA_ROWS, size),
@@ -125,10 +125,10 @@ class Consumer:
         )
 
     def seen_values(self, tile: Tile, first: Any) -> Any:
-        """Rows of values of a step before those that no query sees; None where no block of the problem has any.
+        """Returns the number of visible rows of values in a step; None if the problem pads no keys.
 
         Args:
-          first: it is the tile's first step, of its last block.
+          first: whether this is the first step of the tile, with the last block of keys.
         """
         t = self.cta.t
         return jnp.where(first, tile.kv_len - tile.last * t.s.block_kv, t.s.block_kv) if t.p.pads_keys else None
@@ -137,13 +137,13 @@ class Consumer:
         plgpu.barrier_wait(self.cta.k_full.at[self.cta.stage(step)])
 
     def with_logits(self, use: Callable[[Any], Any]) -> Any:
-        """What `use` returns, of accumulators for products of keys; None where these are values."""
+        """Calls `use` with accumulators for products of keys, or with None if the products are values (untiled)."""
         if self.cta.t.untiled:
             return use(None)
         return pl.run_scoped(use, plgpu.ACC((WGMMA_ROWS, self.cta.t.s.block_kv), jnp.float32))
 
     def start_product_of_keys(self, acc: Any, step: Any) -> Any:
-        """What `wait_for_logits` takes."""
+        """Starts ``q k^T`` and returns the operand of `wait_for_logits`."""
         t, q, k = self.cta.t, self.cta.q_smem.at[self.warpgroup], self.cta.k_smem.at[self.cta.stage(step)]
         if acc is None:
             return products.start(
@@ -159,7 +159,7 @@ class Consumer:
         return acc
 
     def wait_for_logits(self, started: Any, pending: int) -> Any:
-        """The products, when at most so many groups that were started later are in flight."""
+        """Waits until at most `pending` later groups are in flight, and returns the products."""
         if self.cta.t.untiled:
             return wgmma_async.wait(pending, started)
         return plgpu.wgmma_accumulator_load(started, wait_n=pending) if pending else started[...]
@@ -172,7 +172,7 @@ class Consumer:
         return register_wgmma.start(o, p, cta.v_smem.at[stage], cta.t.swizzle(cta.t.p.value_dim))
 
     def first_step(self, tile: Tile) -> Carry:
-        """Of a CTA: no product is left to run beside it."""
+        """Runs the first step of the CTA, which has no previous product to overlap."""
         cta, p, s = self.cta, self.cta.t.p, self.cta.t.s
         plgpu.barrier_wait(cta.q_full.at[self.warpgroup])
         self.wait_for_keys(jnp.int32(0))
@@ -195,7 +195,7 @@ class Consumer:
         return Carry(o, rows, exponentials.astype(p.dtype), rescale if cta.t.early_rescale else None)
 
     def load_next_q(self, last_step: Any, position: Any) -> None:
-        """Loads the queries of the tile at `position`, if there is one, when a tile's last step has read its own."""
+        """Loads the queries of the tile at `position`, if it exists and `last_step` has read the current queries."""
 
         @pl.when(last_step & (position < self.cta.order.count))
         def load() -> None:
@@ -203,13 +203,13 @@ class Consumer:
             self.load_q(self.cta.order.tile(position))
 
     def later_steps(self, tile: Tile, carry: Carry, base: Any, following: Any = None) -> Carry:
-        """All steps of a tile but the first: those of masked blocks, of blocks seen as a whole, of masked ones again.
+        """Runs all steps of a tile except the first: masked blocks, then whole blocks, then masked blocks again.
 
-        Where no query is there for this warpgroup it takes part in barriers only: others have the tensor cores alone.
+        A warpgroup without queries only takes part in barriers, and leaves the tensor cores to the others.
 
         Args:
-          base: number of the tile's first step among those of the CTA.
-          following: position of the tile that follows, if the CTA has so many; None where it has one alone.
+          base: index of the tile's first step among the steps of the CTA.
+          following: position of the next tile, which may be beyond the last; None if CTAs have one tile each.
         """
         p = self.cta.t.p
         more = False if following is None else following < self.cta.order.count
@@ -247,7 +247,7 @@ class Consumer:
         return lax.fori_loop(steps, tile.steps, step(False, idle=True), carry) if self.cta.t.idles else carry
 
     def idle_step(self, step: Any, keys_follow: Any, after_keys: Callable[[], None] | None) -> None:
-        """What others wait for in a `step`."""
+        """Runs the barriers of a `step` that other warpgroups wait for, without its products."""
         cta = self.cta
         if self.turns:
             self.turns.take()
@@ -274,17 +274,17 @@ class Consumer:
         new_tile: bool = False,
         after_keys: Callable[[], None] | None = None,
     ) -> Carry:
-        """Products of a step's keys and of the values of the step before, and the softmax of the former meanwhile.
+        """Multiplies this step's keys and the previous step's values; computes the softmax during the second product.
 
         Args:
-          carry: from the step before.
-          step: its number among those of the CTA. The keys are there.
-          seen: which keys count; None where all do.
-          keys_follow: there is a step after it, for whose keys it waits.
-          seen_values: of the step before, see `seen_values`.
-          reads_keys: they are of any use.
-          new_tile: it is the first step of a tile. The result's `o` is then that of the tile before.
-          after_keys: what is to be done when products of keys have ended.
+          carry: from the previous step.
+          step: index among the steps of the CTA. Its keys have arrived.
+          seen: mask of visible keys; None means all.
+          keys_follow: whether a step follows, so that this step waits for its keys.
+          seen_values: of the previous step, see the method `seen_values`.
+          reads_keys: whether the keys belong to a tile; if not, their stage is not released.
+          new_tile: whether this is the first step of a tile. The returned `o` then belongs to the previous tile.
+          after_keys: called when the products of keys are complete.
         """
         cta, early = self.cta, self.cta.t.early_rescale
         softmax = cta.softmax
@@ -325,7 +325,7 @@ class Consumer:
         return after
 
     def last_product(self, carry: Carry, step: Any, seen_values: Any) -> Any:
-        """All of `o`, where no tile follows."""
+        """Adds the product of the last block and returns the complete `o`, if no tile follows."""
         o = carry.o
         if self.cta.t.early_rescale:
             o = o * over_columns(carry.rescale, o)
@@ -334,7 +334,7 @@ class Consumer:
         return o
 
     def store(self, tile: Tile, o: Any, rows: RowState) -> None:
-        """The result and the log-sum-exp of a tile, beside what comes next. TMA leaves out rows beyond their end."""
+        """Starts to store the result and the log-sum-exp of a tile. TMA clips rows beyond the result."""
         cta, p = self.cta, self.cta.t.p
         row, there = self.row(tile), None
         if p.q_lengths:

@@ -1,4 +1,4 @@
-"""What a CTA has: arrays in device memory and in shared memory, barriers, and its tiles."""
+"""The state of a CTA: arrays in device memory and shared memory, barriers, and its tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from search_spaces.jax_compat import plgpu
 
 
 def scratch(t: Tiling) -> dict[str, Any]:
-    """Shared memory and barriers of a CTA, by the names that `Cta` has for them."""
+    """Returns the shared memory and barriers of a CTA, by the names of the fields of `Cta`."""
     p, s = t.p, t.s
 
     def tiles(count: int, tile: SmemTile) -> Any:
@@ -44,14 +44,14 @@ def scratch(t: Tiling) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """A CTA of a launch, as its warpgroups see it.
+    """A CTA of a launch.
 
     Attributes:
       t, softmax: of the launch.
-      order: its tiles.
-      q, k, v, out, lse: in device memory; `lse` is None where it is not asked for.
-      the others: see `scratch`. A barrier is full when TMA has filled a stage, and empty when all consumers
-        have read it.
+      order: the tiles of this CTA.
+      q, k, v, out, lse: arrays in device memory; `lse` is None without `return_lse`.
+      the others: see `scratch`. A "full" barrier completes when TMA has filled a stage, an "empty" barrier when all
+        consumers have read it.
     """
 
     t: Tiling
@@ -78,10 +78,10 @@ class Cta:
 
 
 def results(t: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernel writes: the result, and the log-sum-exp where it is asked for.
+    """Returns the outputs of the kernel: the result, and the log-sum-exp with `return_lse`.
 
-    TMA leaves out what a tile of the former has beyond its rows. The latter has the rows of
-    whole tiles: a bulk copy of one axis leaves nothing out.
+    TMA clips the rows of a tile that lie beyond the result. The log-sum-exp is padded to whole tiles, because a bulk
+    copy of one axis is not clipped.
     """
     p = t.p
     out = p.array(p.batch, t.q_rows, p.heads, p.value_dim)

@@ -1,11 +1,11 @@
-"""Attention of few queries to many keys (decode): packed rows, keys split over CTAs.
+"""Flash decoding on Hopper: attention of few queries to many keys, with packed rows and keys split over CTAs.
 
-The queries of all heads that share a head of keys are the rows of one product (`pack_gqa`), so that each key is read
-once. Where there are fewer heads of keys than SMs, CTAs share one (`split_kv`); what each finds is combined within a
-cluster, in the same launch, and what several clusters leave by a second kernel (combine.py).
+The queries of all heads that share a key head are the rows of one product (`pack_gqa`), so that each key is read once.
+If there are fewer key heads than SMs, several CTAs share the keys of a head (`split_kv`). The results of the CTAs of a
+cluster are combined in the same launch. A second kernel combines the results of several clusters (combine.py).
 
-Of keys that 8 does not divide, tiles lie untiled in shared memory (hopper/smem_layout.py), from JAX 0.11 on; before,
-keys and values are copied into padded arrays.
+If the number of keys is not a multiple of 8, shared memory has the untiled layout from JAX 0.11 on
+(hopper/smem_layout.py). With earlier versions, keys and values are copied into padded arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from search_spaces.space import Columns, Space
 
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
-    """Why there is no schedule for `p` here, or None."""
+    """Returns why the kernel does not support `p` on `target`, or None."""
     if reason := not_hopper(target):
         return reason
     if p.dtype not in ("bfloat16", "float16"):
@@ -52,9 +52,9 @@ def run(
     scale: float | None = None,
     softcap: float = SOFTCAP,
 ) -> Any:
-    """The result, or with `return_lse` the result and the log-sum-exp."""
+    """Returns the result, and the log-sum-exp with `return_lse`."""
     plan = DecodePlan.of(p, schedule)
-    # Indices are 32 bits wide, whatever the user's default.
+    # Indices must be 32 bits wide, even if the user enables x64.
     with jax.enable_x64(False):
         k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
         scale = p.default_scale() if scale is None else scale
@@ -75,7 +75,7 @@ def run(
 
 
 def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Flat results of the kernel: outputs, of all partials where a second kernel combines them, and log-sum-exps."""
+    """Returns the flat results of the kernel: outputs (partial ones with a second kernel), and log-sum-exps if any."""
     p = plan.p
     clusters, each = plan.partials * plan.groups, plan.tile_rows * p.value_dim
     if plan.second_launch:
@@ -88,7 +88,7 @@ def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array
     made = plgpu.kernel(
         kernel(plan, scale, softcap),
         out_type=(*results, *mailbox),
-        # CTAs that start together read all heads of the same keys, which lie next to each other.
+        # CTAs that start together read all heads of the same keys, which are adjacent in memory.
         grid=(p.batch, plan.tiles, plan.partials, p.kv_heads),
         grid_names=("batch", "tile", "partial", "kv_head"),
         cluster=(plan.cluster,),
@@ -107,14 +107,14 @@ def _places(plan: DecodePlan) -> tuple[int, int, int]:
 
 
 def _packed(plan: DecodePlan, q: jax.Array) -> jax.Array:
-    """``[batch, kv_heads, rows, head_dim]``: without a copy where there is one query."""
+    """Returns q as ``[batch, kv_heads, rows, head_dim]``, without a copy if there is one query."""
     p = plan.p
     q = q.reshape(p.batch, p.q_len, p.kv_heads, p.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     return padded(q.reshape(p.batch, p.kv_heads, plan.rows, p.head_dim), (plan.q_rows, None))
 
 
 def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
-    """``[batch, q_len, heads, columns]`` of ``[batch, kv_heads, tiles, tile_rows, columns]``."""
+    """Converts ``[batch, kv_heads, tiles, tile_rows, columns]`` to ``[batch, q_len, heads, columns]``."""
     p, columns = plan.p, rows.shape[-1]
     rows = rows.reshape(p.batch, p.kv_heads, -1, columns)[:, :, : plan.rows]
     rows = rows.reshape(p.batch, p.kv_heads, p.q_len, p.group, columns).transpose(0, 2, 1, 3, 4)

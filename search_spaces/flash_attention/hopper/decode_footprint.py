@@ -1,4 +1,4 @@
-"""What a launch of attention of few queries demands of a Hopper GPU."""
+"""The footprint of flash decoding on Hopper."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from search_spaces.hopper.limits import (
 )
 from search_spaces.space import Columns, cdiv, round_up
 
-# FP32 operations of a logit: scale, maximum, difference, sum, conversion.
+# FP32 operations per logit: scale, maximum, difference, sum, conversion.
 LOGIT_OPERATIONS = 6
-# Where the memory is the bound, what the longest sequence has more than the mean is read by few CTAs, each faster than
-# when all read: as if so many for each SM shared the memory (H200, 64 sequences of up to 16384 keys, eight schedules).
+# In a memory-bound launch, only a few CTAs still read at the end, for the longest sequences. Each of them then reads
+# faster than when all CTAs read, as if LAST_CTAS CTAs per SM shared the memory (H200, eight schedules, 64 sequences of
+# up to 16384 keys).
 LAST_CTAS = 0.8
 
 
 def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
-    """A block is a split of the keys of one head; the second kernel's traffic is copied bytes."""
+    """Returns the footprint; a block is a split of the keys of one head.
+
+    The traffic of the second kernel is part of `copied_bytes`.
+    """
     plan = DecodePlan.of(p, s)
     itemsize, heads = plan.dtype.itemsize, p.batch * p.kv_heads
     key_bytes, value_bytes = p.head_dim * itemsize, p.value_dim * itemsize
-    # Keys that any query of a sequence sees: the first query sees the first key.
+    # Keys that any query of a sequence sees. A left bound does not reduce them, as the first query sees the first key.
     visible = p.kv_share * (p.kv_len if p.right is None else min(p.kv_len, p.q_len + p.right))
     blocks = cdiv(visible, s.block_kv)
     steps = np.maximum(blocks / s.split_kv, 1.0)
     at_once = np.minimum(plan.ctas, np.where(plan.two_ctas, 2, 1) * cores)
     longest = steps * (1 + p.longest_beyond_mean * np.minimum(LAST_CTAS * cores / at_once, 1.0))
-    keys = visible / s.split_kv / steps  # of a step
+    keys = visible / s.split_kv / steps  # per step
     results = p.batch * p.heads * p.q_len
     written = heads * plan.tiles * plan.tile_rows * p.value_dim
     second = plan.second_launch
-    # Of a partial result each element has a log-sum-exp.
+    # Partial results have one log-sum-exp per element instead.
     lse_bytes = WGMMA_ROWS * ACCUMULATOR_BYTES * p.return_lse * np.logical_not(second)
     out_bytes = plan.tile_rows * p.value_dim * np.where(second, 2 * ACCUMULATOR_BYTES, itemsize)
     padded = p.batch * p.kv_heads * (p.kv_len + plan.kv_rows) * (key_bytes + value_bytes) * (plan.kv_rows > p.kv_len)
@@ -83,7 +87,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
 
 
 def smem_bytes(plan: DecodePlan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """What a CTA asks for, exact to the byte."""
+    """Returns the shared memory of a CTA, exact to the byte."""
     p, itemsize = plan.p, plan.dtype.itemsize
     arrays = (
         WGMMA_ROWS * p.head_dim * itemsize,

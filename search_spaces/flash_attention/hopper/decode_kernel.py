@@ -1,8 +1,9 @@
-"""The decode kernel: a CTA attends to one split of the keys of one head, for one tile of packed rows.
+"""The decode kernel: a CTA computes one tile of packed rows with one split of the keys of one head.
 
-Its producer warpgroup loads q once, and keys and values block by block, by TMA, into two pipelines of `stages` each,
-as far ahead as these reach: bytes in flight are what this kernel is about. Its consumer computes 64 rows at a time,
-however few there are: a block of 64 keys of 128 elements takes half of the cycles in which device memory delivers it.
+The producer warpgroup loads q once, and blocks of keys and values by TMA into two pipelines of `stages` each. Loads run
+ahead as far as the pipelines allow, because bytes in flight determine the speed. The consumer always computes 64 rows,
+even if fewer are valid: a block of 64 keys of 128 elements takes half of the cycles that its load from device memory
+takes.
 
       producer            consumer
       load q
@@ -12,7 +13,7 @@ however few there are: a block of 64 keys of 128 elements takes half of the cycl
          :                   :
                           combine with the other splits (combine.py), and store
 
-Rows beyond the packed ones are zeros, by TMA, and never leave the CTA.
+TMA fills rows beyond the packed ones with zeros. These rows are not stored.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
 
-# Fragments of a result that a CTA stores side by side.
+# Maximum fragments of a result whose stores are unrolled.
 MOST_UNROLLED = 8
 LOG2_E = 1.4426950408889634
 
 
 def scratch(plan: DecodePlan) -> dict[str, Any]:
-    """What a CTA keeps in shared memory."""
+    """Returns the shared memory and barriers of a CTA, by name."""
     p, stages = plan.p, plan.stages
     k, v, barriers = plan.k_tile, plan.v_tile, plgpu.Barrier(num_barriers=stages)
     return {
@@ -60,18 +61,18 @@ def scratch(plan: DecodePlan) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """A CTA, as its warpgroups see it.
+    """A CTA of a launch.
 
     Attributes:
       plan: of the launch.
-      scale, softcap: of logits; scale includes log2(e).
-      batch, kv_head, tile, partial, rank: what it computes, by its place in the grid.
-      q, k, v: in device memory.
-      smem: by name, see `scratch`.
+      scale, softcap: of logits; `scale` includes log2(e) unless logits are capped.
+      batch, kv_head, tile, partial, rank: indices of the CTA in the grid and its cluster.
+      q, k, v: arrays in device memory.
+      smem: shared memory and barriers by name, see `scratch`.
       keys: pipelines of keys and of values.
-      first, end: blocks of keys of this split.
-      visible: first key and end of the keys that any of its rows sees.
-      q_end: queries of the sequence that see a key.
+      first, end: range of the blocks of keys of this split.
+      visible: first key and end of the keys that any row of the tile sees.
+      q_end: number of queries of the sequence that see a key.
     """
 
     plan: DecodePlan
@@ -94,13 +95,16 @@ class Cta:
 
     @property
     def cluster(self) -> Any:
-        """Number of its cluster among all, as the results of clusters follow each other."""
+        """Index of the CTA's cluster in the order of the stored results."""
         group = (self.batch * self.plan.p.kv_heads + self.kv_head) * self.plan.tiles + self.tile
         return self.partial * self.plan.groups + group
 
 
 def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None]:
-    """The kernel, from its arrays in device memory: operands, then flat results and the interpreter's mailbox."""
+    """Returns the kernel body.
+
+    Its arguments are arrays in device memory: operands, flat results and the interpreter's mailbox.
+    """
     p = plan.p
     merge = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim)
     types = scratch(plan)
@@ -150,14 +154,14 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
                     plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
                 finish(cta, merge, attend(cta), refs[len(types) :], mailbox, out, lse)
 
-        # In their order: by name, JAX would sort them.
+        # Positional arguments keep this order; JAX would sort keyword arguments by name.
         pl.run_scoped(with_scratch, *types.values(), *merge.scratch(), collective_axes="wg")
 
     return decode
 
 
 def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, Any]:
-    """The first key that a query of a tile sees, and the end of those."""
+    """Returns the first key and the end of the keys that any query of the tile sees."""
     p = plan.p
     start: Any = 0
     queries, keys = p.counted(lengths)
@@ -171,7 +175,7 @@ def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, An
 
 
 def split(plan: DecodePlan, visible: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
-    """The blocks of a split, of those that have visible keys: as many as of any other, or one less."""
+    """Returns the first block and the end of split `number`; the sizes of splits differ by at most one block."""
     start, end = visible
     first = 0 if isinstance(start, int) else lax.div(start, plan.block_kv)
     blocks = lax.max(lax.div(end + (plan.block_kv - 1), plan.block_kv) - first, 0)
@@ -181,7 +185,7 @@ def split(plan: DecodePlan, visible: tuple[Any, Any], number: Any) -> tuple[Any,
 
 
 def produce(cta: Cta) -> None:
-    """The producer: loads q, and all blocks of the split."""
+    """Loads q and all blocks of the split, in the producer warpgroup."""
     plan, smem = cta.plan, cta.smem
     rows = pl.ds(cta.tile * WGMMA_ROWS, WGMMA_ROWS)
     plgpu.copy_gmem_to_smem(cta.q.at[cta.batch, cta.kv_head, rows], smem["q"], smem["q_full"].at[0])
@@ -200,7 +204,7 @@ def produce(cta: Cta) -> None:
 
 
 def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The consumer's loop: o, m and l of the split, as combine.py has them."""
+    """Runs the loop of the consumer and returns o, m and l of the split, as defined in combine.py."""
     plan, p, smem = cta.plan, cta.plan.p, cta.smem
     layout = plgpu.Layout.WGMMA
     by_row = layout.reduce(1)
@@ -213,7 +217,7 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = _logits(plan, smem["q"], smem["k"].at[stage])
         cta.keys[0].consumer_release(stage)
         x = x * cta.scale
-        if p.softcap:  # Its tanh is written out: the hardware's is good to 11 bits.
+        if p.softcap:  # tanh by exponentials, because the hardware tanh has only 11 bits of precision.
             x = LOG2_E * cta.softcap * (1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E / cta.softcap))))
         if masks:
             x = _masked(cta, x, block)
@@ -244,12 +248,12 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _masks_all(p: Any) -> bool:
-    """Whether rows see different keys, or not the first ones."""
+    """Returns whether rows see different keys, or may not see the first keys."""
     return p.left is not None or (p.right is not None and p.q_len > 1)
 
 
 def _masked(cta: Cta, x: jax.Array, block: Any) -> jax.Array:
-    """Minus infinity where a row of logits does not see a key."""
+    """Sets logits of keys that a row does not see to minus infinity."""
     p, before = cta.plan.p, block * cta.plan.block_kv
     by_row = plgpu.Layout.WGMMA.reduce(1)
     end = plgpu.layout_cast(lax.broadcast(cta.visible[1] - before, (WGMMA_ROWS,)), by_row)
@@ -260,7 +264,7 @@ def _masked(cta: Cta, x: jax.Array, block: Any) -> jax.Array:
 
 
 def _queries(cta: Cta) -> jax.Array:
-    """The query of each row."""
+    """Returns the query of each row."""
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
     row = row + cta.tile * WGMMA_ROWS
     return row if cta.plan.p.group == 1 else lax.div(row, jnp.full_like(row, cta.plan.p.group))
@@ -290,7 +294,7 @@ def _logits(plan: DecodePlan, q: Any, k: Any) -> jax.Array:
 
 
 def _add_product(plan: DecodePlan, o: jax.Array, p: jax.Array, v: Any) -> jax.Array:
-    """``o + p v``, of accumulators and probabilities in registers, which the interpreter's wgmma does not know."""
+    """Returns ``o + p v``; the interpreter's wgmma does not support probabilities in registers."""
     if plan.untiled:
         return register_wgmma.finish(register_wgmma.start(o, p, v, plan.swizzle))
     if interprets():
@@ -313,7 +317,7 @@ def finish(
     out: Any,
     lse: Any | None,
 ) -> None:
-    """Combines the results of a cluster, and stores this CTA's part of that, with log-sum-exps if there is `lse`."""
+    """Combines the results of a cluster, and stores this CTA's part of the result, and of `lse` if it is not None."""
     plan = cta.plan
     o, m, total = result
     if plan.p.q_lengths:
@@ -333,7 +337,7 @@ def finish(
             store_fragment(lse, place, natural(logarithm))
 
     def store_all(count: int, elements: int, *, output: bool) -> None:
-        """The fragments of this rank."""
+        """Stores the fragments of this rank."""
         fragments = elements // count
         if plan.cluster == 1 and fragments <= MOST_UNROLLED:
             for number in range(fragments):

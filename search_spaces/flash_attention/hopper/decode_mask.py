@@ -1,8 +1,8 @@
-"""Masks logits in registers by the first and last column that each row sees, without an index for each.
+"""Masks logits in registers by the first column and the end of the columns that each row sees.
 
-Compared with the array of their columns, which does not change from block to block, LLVM would keep that in as many
-registers as the logits take. Here a column is a thread's own first one, which goes into what it is compared with, and a
-constant of the instruction.
+A comparison with an array of column indices would need as many registers as the logits: LLVM keeps that array in
+registers, because it is the same for all blocks. Here a column index is the first column of the thread plus a constant.
+The first column is subtracted from the bounds, and the constant is an immediate of the compare instruction.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jaxlib.mlir.dialects import arith, vector
 
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
-# Of wgmma's accumulators (PTX ISA, register fragments of wgmma.mma_async): a thread has two columns of each eight, of
-# two rows; four threads share a row.
+# Layout of wgmma accumulators (PTX ISA, register fragments of wgmma.mma_async): a thread has two of every eight columns
+# in two rows, and four threads share a row.
 COLUMNS, EACH, HALVES = 8, 2, 2
 SHARING = COLUMNS // EACH
 
 
 def mask_columns(x: jax.Array, end: jax.Array, *first: jax.Array) -> jax.Array:
-    """`x` where ``first[row] <= column < end[row]``, and minus infinity elsewhere.
+    """Returns `x` where ``first[row] <= column < end[row]``, and minus infinity elsewhere.
 
     Args:
-      x: float32 ``[64, columns]`` in the layout of wgmma's accumulators.
-      end, first: int32 ``[64]`` in the layout of its rows; without `first` rows begin at column 0.
+      x: float32 ``[64, columns]`` in the layout of wgmma accumulators.
+      end, first: int32 ``[64]`` in the layout of the rows of `x`. `first` is optional, and defaults to column 0.
     """
     layout = plgpu.Layout.WGMMA
 

@@ -1,4 +1,4 @@
-"""How attention of few queries is laid over CTAs: packed rows, splits of the keys, and what leaves the kernel."""
+"""The plan of a flash decoding launch: packed rows, splits of the keys, and results of the kernel."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from search_spaces.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.space import cdiv, round_up
 
-# Registers per thread where two CTAs, of 256 threads each, share an SM: ptxas keeps to what the consumer may have.
+# Registers per thread if two CTAs, of 256 threads each, share an SM. ptxas respects the limit of the consumer.
 CONSUMER_REGISTERS = 128
 PRODUCER_REGISTERS = 24
-# What a consumer's thread holds besides its accumulators (ptxas: 124 of 96, 158 of 128, 190 of 160).
+# Registers of a consumer thread besides its accumulators (ptxas totals: 124 for 96, 158 for 128, 190 for 160).
 OTHER_REGISTERS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """One launch; the fields of the schedule may be `Columns`.
+    """One launch, or columns of launches if the fields of the schedule are `Columns`.
 
     Attributes:
       p: the problem.
-      block_kv: keys of one stage of the pipeline.
-      stages: of the pipeline.
-      split_kv: CTAs among which the keys of a sequence are divided...
-      cluster: ...of which so many are a cluster, and combine their results through DSMEM.
+      block_kv: keys per pipeline stage.
+      stages: stages of each pipeline.
+      split_kv: number of CTAs that share the keys of a sequence.
+      cluster: CTAs per cluster, which combine their results through DSMEM.
     """
 
     p: FlashAttentionProblem
@@ -42,7 +42,7 @@ class DecodePlan:
 
     @classmethod
     def of(cls, p: FlashAttentionProblem, s: Any) -> DecodePlan:
-        """What a schedule, or `Columns` of them, says."""
+        """Returns the plan of a schedule, or of `Columns` of schedules."""
         return cls(p, s.block_kv, s.stages, s.split_kv, s.cluster)
 
     @property
@@ -51,34 +51,34 @@ class DecodePlan:
 
     @property
     def rows(self) -> int:
-        """Packed rows of a head of keys: query t of head g of its group is row ``t * group + g``."""
+        """Packed rows per key head: query t of head g of the group is row ``t * group + g``."""
         return self.p.q_len * self.p.group
 
     @property
     def tiles(self) -> int:
-        """Of these rows; each reads all keys."""
+        """Tiles of packed rows per key head; each tile reads all keys."""
         return cdiv(self.rows, WGMMA_ROWS)
 
     @property
     def q_rows(self) -> int:
-        """Rows of the packed array in device memory: tiles of 8 divide it, or it has fewer."""
+        """Rows of the packed array in device memory: fewer than 8, or a multiple of 8."""
         return self.rows if self.rows < 8 else round_up(self.rows, 8)
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile that leave the kernel, in whole fragments."""
+        """Rows of a tile that the kernel stores, rounded up to whole fragments."""
         if self.tiles > 1:
             return WGMMA_ROWS
         return self.rows if self.rows * self.p.value_dim % WARP == 0 else round_up(self.rows, 8)
 
     @property
     def smem_rows(self) -> int:
-        """Rows of a partial result that a CTA leaves in shared memory."""
+        """Rows of a partial result in shared memory."""
         return round_up(self.tile_rows, 8)
 
     @property
     def registers(self) -> Any:
-        """Of a consumer's thread: logits and output."""
+        """Registers of a consumer thread, including those of logits and output."""
         return (np.asarray(self.block_kv) + self.p.value_dim) // 2 + OTHER_REGISTERS
 
     @property
@@ -88,12 +88,12 @@ class DecodePlan:
 
     @property
     def fragment(self) -> int:
-        """Elements of a result that a warpgroup stores at a time: one a thread, or one a lane, by all warps alike."""
+        """Elements that a warpgroup stores at a time: one per thread, or one per lane, replicated over warps."""
         return WARPGROUP if self.tile_rows * self.p.value_dim % WARPGROUP == 0 else WARP
 
     @property
     def partials(self) -> Any:
-        """Results of different keys that leave the kernel, to be combined by another."""
+        """Number of partial results per result that the kernel stores; a second kernel combines several."""
         return self.split_kv // self.cluster
 
     @property
@@ -103,12 +103,12 @@ class DecodePlan:
 
     @property
     def groups(self) -> int:
-        """Results, of each of which there are so many partial ones."""
+        """Number of tiles of results; each has `partials` partial results."""
         return self.p.batch * self.p.kv_heads * self.tiles
 
     @property
     def blocks(self) -> Any:
-        """Of keys, of a whole sequence."""
+        """Blocks of keys per sequence."""
         return cdiv(self.p.kv_len, self.block_kv)
 
     @property
@@ -118,13 +118,13 @@ class DecodePlan:
 
     @property
     def layout(self) -> type[SmemTile]:
-        """Of tiles of keys and values in shared memory."""
-        few = self.p.kv_len < rows_of_heads.ROWS  # Tiles of 8 rows do for those, too.
+        """Layout of tiles of keys and values in shared memory."""
+        few = self.p.kv_len < rows_of_heads.ROWS  # Tiles of 8 rows also work for fewer keys than `ROWS`.
         return Tiled if few else rows_of_heads.layout(self.p.kv_len)
 
     @property
     def kv_rows(self) -> int:
-        """Keys of the arrays in device memory."""
+        """Number of keys of the arrays in device memory."""
         few = self.p.kv_len < rows_of_heads.ROWS
         return self.p.kv_len if few else rows_of_heads.length(self.layout, self.p.kv_len)
 
@@ -138,7 +138,7 @@ class DecodePlan:
 
     @property
     def k_tile(self) -> SmemTile:
-        """A stage."""
+        """The keys of one stage."""
         return self.layout(self.block_kv, self.p.head_dim, self.dtype, self.swizzle)
 
     @property

@@ -1,4 +1,4 @@
-"""One way to attend few queries to many keys on Hopper: the fields of a schedule."""
+"""The schedule of flash decoding on Hopper."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class FlashDecodingSchedule:
     """How the keys of a sequence are divided among CTAs, and loaded.
 
     Attributes:
-      block_kv: keys, and values, that a pipeline stage holds.
-      stages: of keys, and of values: loads run so many steps ahead.
-      split_kv: CTAs among which the keys of a sequence are divided...
-      cluster: ...of which so many are a cluster, which combines their results through DSMEM; a second kernel
-        combines those of several clusters.
+      block_kv: keys and values per pipeline stage.
+      stages: stages of the pipeline of keys, and of the pipeline of values. Loads run up to this many steps ahead.
+      split_kv: number of CTAs that share the keys of a sequence.
+      cluster: CTAs per cluster. A cluster combines the results of its CTAs through DSMEM. A second kernel combines the
+        results of several clusters.
     """
 
     block_kv: int

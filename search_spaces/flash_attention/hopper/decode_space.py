@@ -1,4 +1,4 @@
-"""The schedules of attention of few queries that are worth considering, and why the others are not."""
+"""The search space of flash decoding on Hopper, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from search_spaces.hopper.limits import MAX_CLUSTER, WGMMA_ROWS
 from search_spaces.kernel import Target
 from search_spaces.space import Choice, Rule, cdiv
 
-# Each further tile of 64 packed rows reads all keys again, from L2: beyond so many the forward kernel serves.
+# Maximum tiles of 64 packed rows. Each further tile reads all keys again, from L2. The forward kernel supports more.
 MOST_TILES = 4
-# Bytes in flight for each SM that hide the latency of device memory (H200: 4.3 TB/s for 1 us are 33 KB, twice).
+# Bytes in flight per SM that hide the latency of device memory (H200: 4.3 TB/s for 1 us are 33 KB per SM, doubled).
 LEAST_IN_FLIGHT = 80 * 1024
 MOST_IN_FLIGHT = 200 * 1024
-# CTAs for each SM: two are there at a time, and where neither one nor two fill all SMs, further ones even it out.
+# CTAs per SM. Up to two run at a time. If neither one nor two waves balance the SMs, more waves do.
 WAVES, FURTHER_WAVES = (1, 2), 6
-# Sequences of other lengths than each other leave SMs idle at the end, the longer the fewer splits there are, however
-# many CTAs (H200, 64 sequences of up to 16384 keys: 8 splits in clusters of 8 take 254 us, 6 without one 268, 1 294).
+# Waves for sequences of different lengths. These leave SMs idle at the end. The idle time grows with fewer splits, for
+# any number of CTAs (H200, 64 sequences of up to 16384 keys: 8 splits in clusters of 8 take 254 us, 6 splits without
+# clusters 268 us, 1 split 294 us).
 LENGTHS_WAVES = (6, 12)
-# Of the time of the busiest SM, what the mean one has work for: schedules with less than this part of the best lose
-# what they save (H200: 192 CTAs on 132 SMs take 1.08 times as long as 128 or 264)...
+# Minimum balance relative to the best schedule; balance is the work of the mean SM over that of the busiest SM. Below
+# this, schedules lose what they save (H200: 192 CTAs on 132 SMs take 1.08 times as long as 128 or 264)...
 LEAST_EVEN = 0.85
-# ...unless there is nothing to combine, or a cluster combines results of so few steps.
+# ...unless there is one split, or one cluster combines splits of at most SHORT_STEPS steps.
 LEAST_EVEN_ALONE, LEAST_EVEN_CLUSTER = 0.7, 0.3
 SHORT_STEPS = 16
-# Of the chip's cores, one in so many has a CTA of a cluster of more than two, at most (H200: 64 CTAs in clusters of 8
-# take 0.9 of the time of single ones, 128 take 1.4 to 1.6, 256 1.35; in clusters of 4 1.24, of 2 0.95 to 0.98).
+# With clusters of more than two CTAs, at most one in GPC_SHARE cores may have a CTA. Times on an H200 relative to no
+# clusters: 0.9 for 64 CTAs in clusters of 8, 1.4 to 1.6 for 128, 1.35 for 256; 1.24 in clusters of 4, 0.95 to 0.98 in
+# clusters of 2.
 GPC_SHARE = 2
 
 
 def choices(p: FlashAttentionProblem, target: Target) -> dict[str, tuple[Choice, ...]]:
-    """Of the fields of a schedule."""
+    """Returns the choices for each field of a schedule."""
     splits = _splits(p, target)
     return {
         "block_kv": tuple(n for n in (64, 128) if n == 64 or n < 2 * p.kv_len),
@@ -71,7 +73,7 @@ def _splits(p: FlashAttentionProblem, target: Target) -> tuple[int, ...]:
 
 
 def _even(ctas: Any, target: Target) -> Any:
-    """Part of the time for which the mean SM has work."""
+    """Returns the fraction of the time for which the mean SM has work."""
     slots = np.where(ctas <= target.cores, target.cores, 2 * target.cores)
     return ctas / (slots * cdiv(ctas, slots))
 
@@ -81,15 +83,15 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
         return DecodePlan.of(p, s)
 
     def steps(s: Any) -> Any:
-        """Of the longest split."""
+        """Steps of the longest split."""
         return cdiv(plan(s).blocks, s.split_kv)
 
     def bytes_ahead(s: Any) -> Any:
-        """Of a CTA, bytes."""
+        """Bytes in flight per CTA."""
         return s.stages * s.block_kv * (p.head_dim + p.value_dim) * plan(s).dtype.itemsize
 
     def sharing(s: Any) -> Any:
-        """CTAs of an SM."""
+        """CTAs that share an SM."""
         return np.minimum(np.where(plan(s).two_ctas, 2, 1), cdiv(plan(s).ctas, target.cores))
 
     one = int(DecodePlan(p, 64, 2, 1, 1).ctas)
@@ -119,7 +121,7 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
 
 
 def too_many_rows(p: FlashAttentionProblem) -> str | None:
-    """Why there are too many packed rows for this kernel, or None."""
+    """Returns why there are too many packed rows for this kernel, or None."""
     if (rows := p.q_len * p.group) > MOST_TILES * WGMMA_ROWS:
         return f"packs up to {MOST_TILES * WGMMA_ROWS} queries of a head of keys, not {rows}"
     return None

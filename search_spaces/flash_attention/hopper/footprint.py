@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands of a Hopper GPU."""
+"""The footprint of flash attention forward on Hopper."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_A
 from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.space import Columns, round_up
 
-# What a consumer's thread holds beside logits, probabilities and the result (ptxas).
+# Registers of a consumer thread besides logits, probabilities and the result (ptxas).
 OTHER_REGISTERS = 33
-# FP32 operations of a row at each step, for each key and beside these (SASS of a step of 128 keys and head size 128:
-# 70 maxima, 68 multiply-adds, 66 products, 62 sums and 32 conversions a thread, of which the result's rescaling takes
-# 64).
+# FP32 operations of a row at each step: per key, and independent of the keys. SASS of a step of 128 keys at head size
+# 128 has 70 maxima, 68 multiply-adds, 66 products, 62 sums and 32 conversions per thread; 64 of these rescale the
+# result.
 OPERATIONS_PER_KEY = 3.5
 OPERATIONS_PER_ROW = 40
-# What waits in a step, for products, for rows' maxima and for other lanes, is not hidden by further stages: times of an
-# H200 are those of a pipeline of two, whatever the blocks.
+# Further stages do not hide the waits within a step for products, row maxima and other lanes. Times on an H200 match a
+# pipeline of two stages, for all blocks.
 STAGES = 2
-# Exponentials of a row at each step beside one for each key: of the rescaling, by each of the lanes that share it.
+# Exponentials of a row at each step in addition to one per key. They rescale; each lane of a row computes its own.
 EXPONENTIALS_PER_ROW = 2
 
 
 def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
-    """A block is a tile of queries, a step one block of keys; sequences are as long as those that are timed.
+    """Returns the footprint; a block is a tile of queries, and a step is one block of keys.
 
-    The longest tile is that of those that start last, on so many cores: longer ones before it are made up for.
+    Sequence lengths are those of the inputs that are measured. The longest tile in `step_range` is the longest of the
+    last tiles on `cores` cores, because the time of longer tiles before these is balanced by other cores.
     """
     t = Tiling(p, s)
     size, rows, computed = t.itemsize, t.rows, t.computed_rows
     keys = np.minimum(s.block_kv, p.kv_len)
     consumer, producer = (np.array([REGISTERS[n][i] for n in (1, 2, 3)])[s.consumers - 1] for i in (0, 1))
-    # Of a tile's rows, those that there are.
+    # Mean rows per tile that have a query.
     queries = p.q_len / t.q_tiles
     out_bytes = p.value_dim * size + p.return_lse * ACCUMULATOR_BYTES
     before = [padded_bytes(x.shape, (t.kv_rows, *x.shape[2:]), size) for x in p.qkv()[1:]]
@@ -62,7 +63,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
             flops=2.0 * computed * s.block_kv * (p.head_dim + p.value_dim),
             mufu_ops=computed * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
             fp32_ops=computed * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
-            # Each consumer's queries, and keys and values for each consumer.
+            # Each consumer reads its queries, and all keys and values.
             onchip_bytes_read=size
             * (computed / WGMMA_ROWS)
             * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
@@ -101,7 +102,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
 
 
 def _onchip_bytes(p: FlashAttentionProblem, s: Columns) -> Any:
-    """Shared memory of a CTA, exact to the byte."""
+    """Returns the shared memory of a CTA, exact to the byte."""
     t = Tiling(p, s)
     size, rows = t.itemsize, t.rows
     staged = np.where(t.out_in_q, 0, rows * s.epi_tile_n * size)

@@ -1,20 +1,21 @@
-"""The kernel itself: what the warpgroups of a CTA do, and the producer among them.
+"""The Mosaic GPU kernel: the roles of the warpgroups of a CTA, and the producer.
 
-A producer warpgroup loads blocks of keys and values by TMA into two pipelines of `stages`; each consumer has 64 rows of
-queries, and overlaps its softmax with its own products, as FlashAttention-3 does: at each step it issues ``S = Q K^T``
-of a block, then ``O += P V`` of the block before, and computes the softmax of S while the latter runs. With `ping_pong`
-consumers issue their products in turns, so that the softmax of one runs beside the products of another, too.
+A producer warpgroup loads blocks of keys and values by TMA into two pipelines of `stages` each. Each consumer computes
+64 rows of queries and overlaps its softmax with its own products, as in FlashAttention-3. At each step it issues
+``S = Q K^T`` of a block, then ``O += P V`` of the previous block, and computes the softmax of S while the second
+product runs. With `ping_pong`, consumers also take turns to issue products, so that the softmax of one overlaps the
+products of another.
 
-Persistent consumers go on like that from one tile to the next (t, j: block j of tile t, of three):
+Persistent consumers continue this overlap from one tile to the next (t, j: block j of tile t, three blocks per tile):
 
       products                    lanes                              TMA
-      S 0, 2 | O += P V 0, 1      softmax of S 0, 2                  q of tile 1, as S 0, 2 has read that of tile 0
+      S 0, 2 | O += P V 0, 1      softmax of S 0, 2                  load of q of tile 1, after S 0, 2 has read q
       S 1, 0 | O += P V 0, 2      softmax of S 1, 0
-                                  O of tile 0, divided, to its slot  store of O of tile 0
+                                  normalized O of tile 0 to SMEM     store of O of tile 0
       S 1, 1 | O += P V 1, 0      softmax of S 1, 1
 
-so that neither the softmax of a first block nor a last product is alone. The step after a CTA's last tile computes
-products of what is in shared memory, which nobody uses.
+The softmax of a first block and the last product of a tile are therefore overlapped, too. The step after the last tile
+of a CTA multiplies whatever is in shared memory; its result is unused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ from search_spaces.jax_compat import plgpu
 def kernel(
     problem: FlashAttentionProblem, schedule: FlashAttentionSchedule, softmax: OnlineSoftmax, ctas: int
 ) -> Callable[..., None]:
-    """The kernel of so many CTAs, from its arrays in device memory, results included, and its `scratch`."""
+    """Returns the kernel body for a grid of `ctas` CTAs.
+
+    Its arguments are the operands and results in device memory, followed by `scratch`.
+    """
     t = Tiling(problem, schedule)
     names = tuple(scratch(t))
 
@@ -68,7 +72,7 @@ def kernel(
 
 
 def produce(cta: Cta) -> None:
-    """The producer: loads keys and values of all steps of all tiles."""
+    """Loads the keys and values of all steps of all tiles, in the producer warpgroup."""
     size, stages, group = cta.t.s.block_kv, cta.t.s.stages, cta.t.p.group
 
     def load(kind: SmemTile, array: Any, at: Any, smem: Any, full: Any, empty: Any, step: Any) -> None:

@@ -1,7 +1,8 @@
-"""Flash attention forward on Hopper: what it supports, and how one problem is launched.
+"""Flash attention forward on Hopper: the supported problems and the launch.
 
-Of lengths that 8 does not divide, tiles lie untiled in shared memory (hopper/smem_layout.py), from JAX 0.11 on; before,
-such arrays are copied into padded ones, whose last rows are masked or left out.
+For lengths that are not multiples of 8, shared memory has the untiled layout from JAX 0.11 on
+(hopper/smem_layout.py). With earlier versions, the arrays are copied into padded arrays, and the padding is masked or
+dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.space import Column, Columns, Space
 
-# wgmma multiplies columns of the result up to so many (PTX ISA, wgmma.mma_async), which registers hold as well.
+# Maximum columns of a wgmma result (PTX ISA, wgmma.mma_async). Registers hold this many as well.
 MOST_HEAD_DIM = 256
-# Columns of operands come in swizzled rows of 32 bytes at least.
+# A swizzled row of operands has at least 32 bytes.
 HEAD_DIM_STEP = 16
 
 
@@ -41,7 +42,7 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
     def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
         if target.architecture not in self.verified_on:
             return False
-        # Sections of some of the heads have not been dealt on a device yet.
+        # "snake" with sections of more than one but not all heads has not run on a device yet.
         heads = problem.batch * problem.heads
         return (schedules.order != "snake") | (schedules.section == 1) | (schedules.section == heads)
 
@@ -97,12 +98,12 @@ def _launch(
         grid_names=("cta",),
         num_threads=s.consumers + 1,
         thread_name="wg",
-        # Each row is reduced by lanes of one warp.
+        # No scratch, because the lanes of one warp reduce each row.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-    # Indices are 32 bits wide, whatever the user's default.
+    # Indices must be 32 bits wide, even if the user enables x64.
     with jax.enable_x64(False):
         rows = (t.q_rows, t.kv_rows, t.kv_rows)
         out, *lse = launch(*(padded(x, (n, None, None)) for x, n in zip((q, k, v), rows, strict=True)), *lengths)

@@ -1,4 +1,4 @@
-"""One way to compute flash attention forward on Hopper: the fields of a schedule."""
+"""The schedule of flash attention forward on Hopper."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionSchedule:
-    """How attention is laid over CTAs and warpgroups, and over time.
+    """How attention is divided among CTAs, warpgroups and pipeline steps.
 
     Attributes:
-      consumers: consumer warpgroups of a CTA, each with 64 rows of queries: a tile is ``64 * consumers`` rows of one
+      consumers: consumer warpgroups per CTA, each with 64 rows of queries. A tile is ``64 * consumers`` rows of one
         head of one sequence.
-      block_kv: keys and values that a pipeline stage holds, and a step of the main loop takes.
-      stages: of keys, and of values: loads run so many steps ahead, into the next tile where a CTA has several.
-      ping_pong: consumers issue products in turns, so that the softmax of one runs beside the products of another.
-      persistent: the grid has a CTA for each core, which computes one tile after another. The products of a tile's end
-        are issued with those of the next one's start, and its result is stored beside them.
-      order: of tiles. "plain": all of a head, from its first query on. "longest_first": within each section of heads
-        from the tiles that see most keys to those that see fewest. "snake": likewise, dealt to persistent CTAs forwards
-        and backwards in turn, so that each gets about as much work.
-      section: heads, of all sequences, whose tiles are dealt out together; the last section has what is left.
+      block_kv: keys and values per pipeline stage and per step of the main loop.
+      stages: stages of the pipeline of keys, and of the pipeline of values. Loads run up to this many steps ahead; in a
+        CTA with several tiles they continue into the next tile.
+      ping_pong: consumers take turns to issue products, so that the softmax of one overlaps the products of another.
+      persistent: the grid has one CTA per core, and each CTA computes a sequence of tiles. The last products of a tile
+        are issued with the first products of the next tile, and overlap the store of the result.
+      order: order of tiles. "plain": all tiles of a head, starting at its first query. "longest_first": within each
+        section of heads, in descending order of visible keys. "snake": the same order, assigned to persistent CTAs
+        alternately forwards and backwards, so that each CTA gets about the same work.
+      section: number of heads, over all sequences, whose tiles are ordered together. The last section may be smaller.
       epi_tile_n: columns of the result that a consumer stages in shared memory at a time.
     """
 

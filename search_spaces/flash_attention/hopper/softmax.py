@@ -1,4 +1,4 @@
-"""Online softmax of a warpgroup's rows: maxima at every step, sums over lanes only at the end."""
+"""Online softmax of a warpgroup's rows. Maxima are reduced at every step, sums over lanes only at the end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import plgpu
 
 LOG2_E = math.log2(math.e)
-# Columns of a sum while it is spread over lanes: each of the four lanes of a row has two (PTX ISA, wgmma's fragments).
+# Columns of a sum that is spread over lanes: two for each of the four lanes of a row (PTX ISA, wgmma fragments).
 COLUMNS = 8
 
 
 class RowState(NamedTuple):
-    """Of the keys that rows have seen.
+    """The softmax state of rows after some blocks of keys.
 
     Attributes:
-      most: ``float32[64]``, the largest logit, in units of log 2.
-      total: ``float32[64, 8]``, whose rows add up to the sum of exponentials relative to that.
+      most: ``float32[64]``, the largest logit times log2(e).
+      total: ``float32[64, 8]``; its row sums are the sums of exponentials relative to `most`.
     """
 
     most: Any
@@ -33,11 +33,11 @@ class RowState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineSoftmax:
-    """Of logits ``scale * q k``, or of capped ones.
+    """Online softmax of logits ``scale * q k``, or of capped logits.
 
     Attributes:
       scale: of logits.
-      cap: they are ``cap * tanh(scale * q k / cap)``; None where they are not capped.
+      cap: logits are ``cap * tanh(scale * q k / cap)``; None means no cap.
     """
 
     scale: float
@@ -49,17 +49,17 @@ class OnlineSoftmax:
         return RowState(most, plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, COLUMNS), jnp.float32), layout))
 
     def step(self, s: Any, before: RowState, seen: Any) -> tuple[Any, RowState, Any]:
-        """Exponentials of a block's logits, what is known then, and by what all before is to be multiplied.
+        """Returns the exponentials of a block's logits, the updated state, and the factor for previous sums of values.
 
         Args:
           s: ``float32[64, block_kv]``, products of queries and keys.
-          before: of the blocks before.
-          seen: which of them count; None where all do.
+          before: state after the previous blocks.
+          seen: mask of visible keys; None means all.
         """
         factor = self.scale * LOG2_E
         if self.cap is not None:
             s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap * LOG2_E
-        elif self.scale <= 0:  # The largest product is not that with the largest logit.
+        elif self.scale <= 0:  # The maximum is taken before scaling, which requires a positive scale.
             s, factor = s * factor, 1.0
         if seen is not None:
             s = jnp.where(seen, s, -jnp.inf)
@@ -69,16 +69,16 @@ class OnlineSoftmax:
         return p, RowState(most, before.total * over_columns(rescale, before.total) + _partial_sum(p)), rescale
 
     def end(self, state: RowState, o: Any, there: Any, all_see: bool) -> tuple[Any, Any]:
-        """The result, and the log-sum-exp of each row; 0 and minus infinity where no key was seen.
+        """Returns the result and the log-sum-exp of each row; 0 and minus infinity for rows without visible keys.
 
         Args:
-          state: of all blocks.
-          o: ``float32[64, value_dim]``, the sum of values.
-          there: ``bool[64]``, which rows count; None where all do.
-          all_see: each row has seen a key; else `o` of others may be NaN.
+          state: after all blocks.
+          o: ``float32[64, value_dim]``, the weighted sum of values.
+          there: ``bool[64]``, mask of valid rows; None means all.
+          all_see: whether each row sees a key. Otherwise `o` of the other rows may be NaN.
         """
         total = state.total.sum(axis=1)
-        some = total != 0  # NaN among logits stays NaN
+        some = total != 0  # true for NaN, so that NaN logits give NaN results
         if there is not None:
             some = some & there
         inverse = jnp.where(some, 1.0 / total, 0.0)
@@ -92,7 +92,7 @@ def over_columns(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _partial_sum(p: jax.Array) -> jax.Array:
-    """``[64, 8]``: no sum over lanes, and no long chain of additions."""
+    """Returns partial row sums ``[64, 8]``, without sums over lanes, by a tree of additions."""
     parts = [p[:, first : first + COLUMNS] for first in range(0, p.shape[1], COLUMNS)]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]

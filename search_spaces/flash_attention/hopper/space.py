@@ -1,4 +1,4 @@
-"""The schedules of flash attention forward on Hopper that are worth considering, and why the others are not."""
+"""The search space of flash attention forward on Hopper, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.space import Space, cdiv
 
 BLOCKS = (128, 176, 160, 144, 112, 192, 96, 80, 64, 48)
-# Registers of a thread for logits, probabilities in float32 and 16 bits, and the result: with more, ptxas spills or
-# serializes products (found by compiling head sizes from 64 to 256 with blocks from 48 to 256; ptxas 13.0), or is
-# about to.
+# Maximum registers per thread for logits, probabilities (float32 and 16 bits) and the result, by number of consumers.
+# Above or close to the true limit, ptxas spills or serializes products (found by compiling head sizes from 64 to 256
+# with blocks from 48 to 256; ptxas 13.0).
 MOST_REGISTERS = {1: 200, 2: 200, 3: 132}
-# Columns of the result up to which three consumers have registers for blocks as large as two have.
+# Maximum columns of the result for three consumers. With more, blocks must be smaller than with two consumers.
 MOST_VALUES_OF_THREE = 64
-# Steps of a tile: with more, hiding a tile's start and end gains persistent CTAs no more than their code costs. With
-# fewer than the other number it costs little (H200, head size 128: 0.055 us a step against 1.6 us a tile).
+# Mean steps per tile. Persistent CTAs hide the start and end of a tile, but their steps take longer (H200, head size
+# 128: 0.055 us per step against a gain of 1.6 us per tile). Above the first number the cost exceeds the gain. Up to the
+# second number the cost is small.
 MOST_STEPS_PERSISTENT, LEAST_STEPS_ALONE = 24, 8
-# Of the busiest CTA, over the mean: what one that takes tiles as they come need not wait for.
+# Maximum steps of the busiest CTA over the mean. CTAs that take tiles dynamically do not have this imbalance.
 MOST_IMBALANCE = 1.05
-# Heads whose tiles are dealt out together: few, so that their keys and values stay in the last-level cache, but enough
-# for the tiles that start last to be short.
+# Heads per section: few, so that their keys and values stay in the last-level cache, but enough that the tiles that
+# start last are short.
 SECTIONS = (1, 2, 3, 4, 8)
-# Tiles of several heads are dealt by length where the busiest CTA is then so little above the mean, and so much less
-# than if they were dealt by heads: as many heads as give each CTA equally many tiles, or twice as many, whose keys and
-# values stay in the last-level cache (H200: those of 256 heads of 512 KiB took 1.11 times as long as by heads).
+# Tiles of several heads are assigned by length only if the imbalance is then at most EVEN, and lower by EVENED_OUT than
+# if tiles are assigned by head. Sections have the number of heads that gives each CTA equally many tiles, times an
+# element of ROUND_HEADS: keys and values of these heads stay in the last-level cache (H200: all 256 heads of 512 KiB
+# took 1.11 times as long as assignment by head).
 EVEN, EVENED_OUT, ROUND_HEADS = 1.025, 0.01, (1, 2)
-# Keys of a block whose step takes longer than a load from device memory (H200: 1.5 us against 0.7 us), and of the
-# largest for which ptxas finds registers beside the limits of a mask, or the end of another tile (on an H200 larger
-# ones take 1.04 to 1.6 times as long).
+# A step of this many keys takes longer than a load from device memory (H200: 1.5 us against 0.7 us). This is also the
+# largest block for which ptxas finds registers for the bounds of a mask, or for the end of another tile (H200: larger
+# blocks take 1.04 to 1.6 times as long).
 LARGE_BLOCK = 128
-# Columns of a result up to which persistent CTAs have room to stage it whole.
+# Maximum columns of a result that persistent CTAs have shared memory to stage whole.
 EPI_WHOLE = 128
 
 
 def accumulator_registers(p: FlashAttentionProblem, s: Any) -> Any:
-    """Of a thread: logits of the next block, half of them twice, and the result."""
+    """Returns the accumulator registers per thread: logits of the next block (half of them twice), and the result."""
     return 3 * s.block_kv // 4 + p.value_dim // 2
 
 
 def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]:
-    """The schedules for `p` on a chip of so many cores: some dozens, of those that H200 sweeps have not ruled out."""
+    """Returns the search space for `p` on a chip with `cores` cores: dozens of schedules, selected by H200 sweeps."""
     blocks = tuple(size for size in BLOCKS if size == min(BLOCKS) or size < 2 * p.kv_len)
     heads = p.batch * p.heads
     few = [n for n in SECTIONS if heads % n == 0][-2:]
@@ -68,12 +70,12 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
         return np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
 
     def least_block(s: Any) -> Any:
-        """Half of the largest that registers hold, or shared memory if keys are wider; in a window, what that takes."""
+        """Half of the largest block that fits registers, or shared memory if keys are wider; at most the left bound."""
         least = (registers(s) - max(p.head_dim, p.value_dim) // 2) * 4 // 3 // 2
         return least if p.left is None else np.minimum(least, p.left)
 
     def seen(s: Any) -> Any:
-        """Keys that the queries of a tile see together."""
+        """Number of keys that any query of a tile sees."""
         return np.inf if p.left is None or p.right is None else Tiling(p, s).rows + p.left + p.right
 
     return Space(

@@ -1,4 +1,4 @@
-"""Steps of the tiles of a launch, counted for columns of schedules: of each tile, and of each CTA."""
+"""Numbers of steps per tile and per CTA of a launch, for columns of schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 def of_tiles(p: FlashAttentionProblem, rows: int, block_kv: int) -> Array:
-    """Blocks of keys that each tile of a head takes, from its first query on; see `TileOrder`."""
+    """Returns the number of blocks of keys of each tile of a head, in the order of its queries; see `TileOrder`."""
     row = np.arange(0, p.q_len, rows)
     keys = np.full_like(row, p.kv_len) if p.right is None else np.minimum(row + rows + p.right, p.kv_len)
     last = np.maximum(-(-keys // block_kv) - 1, 0)
@@ -23,19 +23,20 @@ def of_tiles(p: FlashAttentionProblem, rows: int, block_kv: int) -> Array:
 
 
 def mean(p: FlashAttentionProblem, s: Any) -> Any:
-    """Steps of a tile on average."""
+    """Returns the mean number of steps of a tile."""
     return _each(lambda rows, block: float(of_tiles(p, rows, block).mean()), Tiling(p, s).rows, s.block_kv)
 
 
 def shortest(p: FlashAttentionProblem, s: Any) -> Any:
-    """Steps of the shortest tile."""
+    """Returns the number of steps of the shortest tile."""
     return _each(lambda rows, block: float(of_tiles(p, rows, block).min()), Tiling(p, s).rows, s.block_kv)
 
 
 def longest_of_last(p: FlashAttentionProblem, s: Any, cores: int) -> Any:
-    """Steps of the longest tile among those that start last, one on each core; not fewer than the mean.
+    """Returns the number of steps of the longest tile among the last tiles, one per core; at least the mean.
 
-    Sections end with the shortest tiles of all of their heads. One of few heads has its longest tiles among the last.
+    A section ends with the shortest tiles of all of its heads. With few heads per section, long tiles are among the
+    last.
     """
     heads = p.batch * p.heads
 
@@ -48,14 +49,16 @@ def longest_of_last(p: FlashAttentionProblem, s: Any, cores: int) -> Any:
 
 
 def imbalance(p: FlashAttentionProblem, s: Any, cores: int, section: Any = None) -> Any:
-    """Steps of the busiest of so many persistent CTAs, over the mean, where tiles are dealt back and forth.
+    """Returns the steps of the busiest persistent CTA over the mean, if tiles are assigned in "snake" order.
 
-    In sections of the schedule's heads, or of `section`.
+    Args:
+      cores: number of CTAs.
+      section: heads per section; None means that of the schedule.
     """
     heads = p.batch * p.heads
 
     def ratio(rows: int, block: int, section: int) -> float:
-        # A section: a head's tiles from its last on, each as often as it has heads.
+        # A section has the tiles of a head, last tile first, each repeated once per head.
         longest_first = of_tiles(p, rows, block)[::-1]
         whole, left = np.tile(np.repeat(longest_first, section), heads // section), heads % section
         steps = np.concatenate([whole, np.repeat(longest_first, left)])
@@ -68,7 +71,7 @@ def imbalance(p: FlashAttentionProblem, s: Any, cores: int, section: Any = None)
 
 
 def _each(function: Any, *columns: Any) -> Any:
-    """A function of one schedule's fields, over columns or single values; computed once for equal ones."""
+    """Maps a function of scalar fields over broadcast columns, with one call per distinct combination."""
     arrays = np.broadcast_arrays(*columns)
     keys = list(zip(*(array.ravel().tolist() for array in arrays), strict=True))
     known = {key: function(*key) for key in dict.fromkeys(keys)}

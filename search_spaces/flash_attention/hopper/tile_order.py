@@ -1,4 +1,4 @@
-"""Which tiles a CTA computes, and which blocks of keys each of them takes."""
+"""The tiles that a CTA computes, and the blocks of keys of each tile."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ WHOLE = Lengths()
 
 
 class Tile(NamedTuple):
-    """A tile of queries, and the blocks of keys that it takes: from the last one down, as masked ones come first.
+    """A tile of queries, and its blocks of keys in descending order, so that causally masked blocks come first.
 
     Attributes:
-      batch, head: whose queries they are.
-      row: number of the first query.
+      batch, head: of the queries.
+      row: index of the first query.
       last: the block of the first step.
-      steps: that all consumers make, at least one. A query that sees no key sees none in there either.
-      masked, unmasked: blocks of steps from `masked` to `unmasked`, first included, are seen by all queries as a whole.
-      q_len, kv_len: of the sequence, queries that see a key, and keys that a query sees.
+      steps: number of steps of all consumers, at least one. In a step without visible keys, all keys are masked.
+      masked, unmasked: steps from `masked` to before `unmasked` need no mask: all queries see the whole block.
+      q_len, kv_len: number of queries of the sequence that see a key, and of keys that a query sees.
     """
 
     batch: Any
@@ -43,8 +43,8 @@ class TileOrder:
 
     Attributes:
       t: the tiling.
-      cta, ctas: its number in the grid, and how many there are.
-      lengths: in device memory.
+      cta, ctas: index of this CTA in the grid, and number of CTAs.
+      lengths: references to the lengths in device memory.
     """
 
     t: Tiling
@@ -54,29 +54,29 @@ class TileOrder:
 
     @property
     def count(self) -> Any:
-        """Tiles of this CTA."""
+        """Number of tiles of this CTA."""
         rounds, rest = divmod(self.t.tiles, self.ctas)
         return rounds + (self._place(rounds) < rest).astype(jnp.int32) if rest else jnp.int32(rounds)
 
     def tile(self, position: Any) -> Tile:
-        """The one that is computed at this position; beyond the last one that one again."""
+        """Returns the tile at `position` in the order of this CTA, clamped to the last tile of the launch."""
         t, s = self.t, self.t.s
         number = jnp.minimum(position * self.ctas + self._place(position), t.tiles - 1)
         if s.order == "plain":
             head, q_tile = lax.div(number, t.q_tiles), lax.rem(number, t.q_tiles)
-            if s.persistent and t.idles:  # Each CTA gets its share of last tiles, which take less time.
+            if s.persistent and t.idles:  # Distributes the last tiles of heads, which take less time, over all CTAs.
                 q_tile = lax.rem(q_tile + lax.div(head, int(round_heads(self.ctas, t.q_tiles))), t.q_tiles)
         else:
             section, within = lax.div(number, s.section * t.q_tiles), lax.rem(number, s.section * t.q_tiles)
             first, heads = section * s.section, s.section
-            if t.heads % s.section:  # The last section has what is left.
+            if t.heads % s.section:  # The last section has the remaining heads.
                 heads = jnp.minimum(heads, t.heads - first)
             head = first + lax.rem(within, heads)
             q_tile = t.q_tiles - 1 - lax.div(within, heads)
         return self._blocks(lax.div(head, t.p.heads), lax.rem(head, t.p.heads), q_tile * t.rows)
 
     def _place(self, position: Any) -> Any:
-        """Of this CTA among those that get a tile in that round."""
+        """Returns the index of this CTA among the CTAs in the round `position`."""
         if self.t.s.order != "snake":
             return self.cta
         return jnp.where(lax.rem(position, 2) == 0, self.cta, self.ctas - 1 - self.cta)
@@ -84,7 +84,7 @@ class TileOrder:
     def _blocks(self, batch: Any, head: Any, row: Any) -> Tile:
         p, size, end = self.t.p, self.t.s.block_kv, row + self.t.rows
         q_len, kv_len = p.counted(Lengths(*(None if x is None else x[batch] for x in self.lengths)))
-        # Blocks in [first, last] are seen by some query, those in [whole, whole_end) by all of them.
+        # Some query sees blocks in [first, last]; all queries see blocks in [whole, whole_end).
         keys = kv_len if p.right is None else jnp.minimum(end + p.right, kv_len)
         last = jnp.maximum(_blocks_up_to(keys, size) - 1, 0)
         first = jnp.int32(0) if p.left is None else jnp.clip(lax.div(jnp.maximum(row - p.left, 0), size), 0, last)

@@ -1,4 +1,4 @@
-"""Extents of a launch: for one schedule, and for columns of them."""
+"""Extents of a launch, for one schedule or for columns of schedules."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Untiled
 from search_spaces.space import cdiv
 
-# Registers of each thread of a consumer and of the producer, by the number of consumers: FlashAttention-3's
-# (hopper/flash_fwd_kernel_sm90.h). A CTA of n + 1 warpgroups starts with 65,536 / (128 n + 128) each, and what the
-# producer gives back its consumers share.
+# Registers per thread of a consumer and of the producer, by the number of consumers. The values are those of
+# FlashAttention-3 (hopper/flash_fwd_kernel_sm90.h). Each thread of a CTA of n + 1 warpgroups starts with
+# 65,536 / (128 n + 128) registers; the consumers share those that the producer releases.
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}
-# Above this head size the result is rescaled between the issue of Q K^T and that of P V, as in FlashAttention-3.
+# Above this head size, the result is rescaled between the issue of Q K^T and of P V, as in FlashAttention-3.
 EARLY_RESCALE_ABOVE = 128
 
 
 def round_heads(ctas: int, q_tiles: Any) -> Any:
-    """The fewest heads, each of so many tiles, that give each of so many persistent CTAs equally many."""
+    """Returns the fewest heads of `q_tiles` tiles each that give each of `ctas` persistent CTAs equally many tiles."""
     return ctas // np.gcd(ctas, q_tiles)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Of a problem by a schedule, or by columns of schedules.
+    """The tiling of a problem by a schedule, or by columns of schedules.
 
     Attributes:
       p, s: the problem and the schedule.
@@ -44,17 +44,17 @@ class Tiling:
 
     @property
     def rows(self) -> Any:
-        """Queries of a tile."""
+        """Queries per tile."""
         return self.s.consumers * WGMMA_ROWS
 
     @property
     def q_tiles(self) -> Any:
-        """Tiles of a head."""
+        """Tiles per head."""
         return cdiv(self.p.q_len, self.rows)
 
     @property
     def computed_rows(self) -> Any:
-        """Rows of a tile on average that its consumers compute: of a head's last tile those with queries alone."""
+        """Mean rows per tile that consumers compute. In the last tile of a head, consumers without queries are idle."""
         return cdiv(self.p.q_len, WGMMA_ROWS) * WGMMA_ROWS / self.q_tiles
 
     @property
@@ -64,12 +64,12 @@ class Tiling:
 
     @property
     def kv_blocks(self) -> Any:
-        """Blocks of all keys of a sequence."""
+        """Blocks of keys per sequence."""
         return cdiv(self.p.kv_len, self.s.block_kv)
 
     @property
     def heads(self) -> int:
-        """Of all sequences."""
+        """Number of heads of all sequences."""
         return self.p.batch * self.p.heads
 
     @property
@@ -78,12 +78,12 @@ class Tiling:
 
     @property
     def out_in_q(self) -> Any:
-        """The result is staged where q was: nothing else needs that place then."""
+        """Whether the result is staged in the shared memory of q, which is then unused."""
         return (self.s.persistent == 0) & (self.p.value_dim == self.p.head_dim)
 
     @property
     def layout(self) -> type[SmemTile]:
-        """Of all tiles in shared memory."""
+        """Layout of all tiles in shared memory."""
         return rows_of_heads.layout(self.p.q_len, self.p.kv_len)
 
     @property
@@ -92,7 +92,7 @@ class Tiling:
 
     @property
     def q_rows(self) -> int:
-        """Of q and the result in device memory, so that TMA addresses them."""
+        """Rows of q and the result in device memory, padded as TMA requires."""
         return rows_of_heads.length(self.layout, self.p.q_len)
 
     @property
@@ -104,12 +104,12 @@ class Tiling:
 
     @property
     def q_tile(self) -> SmemTile:
-        """Of one consumer."""
+        """The queries of one consumer."""
         return self.smem_tile(WGMMA_ROWS, self.p.head_dim)
 
     @property
     def k_tile(self) -> SmemTile:
-        """A stage."""
+        """The keys of one stage."""
         return self.smem_tile(self.s.block_kv, self.p.head_dim)
 
     @property
@@ -118,12 +118,15 @@ class Tiling:
 
     @property
     def out_tile(self) -> SmemTile:
-        """What a consumer stages at a time."""
+        """The part of the result that a consumer stages at a time."""
         return self.q_tile if self.out_in_q else self.smem_tile(WGMMA_ROWS, self.s.epi_tile_n)
 
     @property
     def masks_end(self) -> bool:
-        """Whether blocks may reach beyond the last key. (Of tiled arrays also where no query there is sees so far.)"""
+        """Whether to mask keys beyond the last one.
+
+        With tiled layouts this is also true if no query sees beyond the last key.
+        """
         p = self.p
         unseen = self.untiled and p.right is not None and p.q_len + p.right <= p.kv_len
         return p.kv_lengths or (p.kv_len % self.s.block_kv > 0 and not unseen)
@@ -133,5 +136,5 @@ class Tiling:
         return self.p.head_dim > EARLY_RESCALE_ABOVE
 
     def swizzle(self, columns: int) -> int:
-        """Bytes of the widest swizzled row that divides so many columns: 128, 64 or 32."""
+        """Returns the bytes of the widest swizzled row that divides `columns` columns: 128, 64 or 32."""
         return next(width for width in (128, 64, 32) if columns * self.itemsize % width == 0)

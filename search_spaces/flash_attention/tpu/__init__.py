@@ -1,4 +1,4 @@
-"""Attention on TPUs: one Mosaic kernel for many queries and for few, with its schedules."""
+"""Flash attention forward on TPUs: one Mosaic kernel for prefill and decode, and its schedule."""
 
 from search_spaces.flash_attention.tpu.launch import MosaicTpuFlashAttention
 from search_spaces.flash_attention.tpu.schedule import TpuFlashAttentionSchedule

@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands of a TPU."""
+"""The footprint of flash attention forward on TPUs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from search_spaces.problem import nbytes
 from search_spaces.space import Columns, cdiv, round_up
 from search_spaces.tpu.vmem import LANES, limit_bytes, vmem_bytes
 
-# Plain operations of a logit: maximum, difference, scaling, sum, conversion, and half a mask.
+# FP32 operations per logit: maximum, difference, scaling, sum, conversion and half a mask.
 LOGIT_OPERATIONS = 5.5
-# Of the bytes of a product's logits, those that are spilled at the least, beside these.
+# Lower bound of the spilled bytes: this share of the bytes of a product's logits, minus the bytes that registers hold.
 LEAST_SPILLED, HELD_BYTES = 0.6, 128 * 2**10
 
 
 def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
-    """A tile is a block of queries, a step one block of keys; sequences are as long as those that are timed."""
+    """Returns the footprint; a tile is a block of queries, and a step is one block of keys.
+
+    Sequence lengths are those of the inputs that are measured.
+    """
     rows = Rows.of(p, s.heads)
     size = jnp.dtype(p.dtype).itemsize
     q_blocks = cdiv(rows.q_rows, s.block_q)
@@ -57,7 +60,7 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
         axes=("sequences", "kv heads", "query heads of each", "queries"),
         stages=2,
         consumers=1,
-        # One block after the other, on one core: loads of the next begin while one computes.
+        # One core computes the blocks in sequence, and the next block loads during the computation.
         persistent=True,
         copied_bytes=_copied_bytes(p, rows),
         launches=1,
@@ -65,7 +68,7 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
 
 
 def _seen(p: FlashAttentionProblem, s: Columns, rows: Rows) -> Any:
-    """Rows of keys that a block of queries computes with, on average: blocks that any of its queries sees."""
+    """Returns the mean number of rows of keys per block of queries, in whole products that any of its queries sees."""
     size = s.block_kv_compute
     most = np.max(cdiv(rows.q_rows, s.block_q))
     i = np.arange(most)[:, None]
@@ -79,15 +82,15 @@ def _seen(p: FlashAttentionProblem, s: Columns, rows: Rows) -> Any:
 
 
 def _copied_bytes(p: FlashAttentionProblem, rows: Rows) -> Any:
-    """Of arrays whose heads come before their rows: written and read once more."""
+    """Returns the bytes of transposed copies: arrays with more than one head are written and read once more."""
     moved = float(sum(map(nbytes, (*p.qkv(), p.out()))))
     return np.where(rows.heads > 1, 2.0 * moved, 0.0)
 
 
 def onchip_bytes(p: FlashAttentionProblem, s: Any) -> Any:
-    """What blocks and scratch take, exact to the byte.
+    """Returns the VMEM of blocks and scratch, exact to the byte.
 
-    What the grid never changes is there once, all else twice: one computes, the next one comes or goes.
+    A block that the grid never changes has one buffer; other blocks are double-buffered.
     """
     rows = Rows.of(p, s.heads)
     grid = p.batch * rows.heads * cdiv(rows.q_rows, s.block_q)
@@ -102,9 +105,10 @@ def onchip_bytes(p: FlashAttentionProblem, s: Any) -> Any:
 
 
 def spill_bytes(s: Any) -> Any:
-    """The least that the compiler takes for the logits of a product, which registers do not hold, in float32.
+    """Returns a lower bound of the VMEM for spilled float32 logits of a product.
 
-    It takes up to 1.8 times their bytes, at least 0.7 times from 2^17 logits on; of few, maybe none (libtpu 0.0.50).
+    Measured with libtpu 0.0.50: the compiler takes up to 1.8 times the bytes of the logits, and at least 0.7 times from
+    2^17 logits on. For few logits it may take none.
     """
     logits = 4.0 * s.block_q * s.block_kv_compute
     return np.maximum(LEAST_SPILLED * logits - HELD_BYTES, 0.0)

@@ -1,7 +1,7 @@
-"""The kernel: a block of queries through blocks of keys, with a running maximum and sum of each row.
+"""The Mosaic TPU kernel: multiplies a block of queries with blocks of keys, with an online softmax.
 
-Logits are ``[keys, queries]``: a query is a lane, so that maxima and sums over keys are those of registers, and
-statistics are rows that multiply what they belong to without a broadcast along lanes. The result is kept as
+Logits are ``[keys, queries]``, with one query per lane. Maxima and sums over keys therefore combine registers, and
+statistics scale logits and results without a broadcast along lanes. The result is accumulated as
 ``[columns, queries]`` and transposed once, at the end.
 """
 
@@ -22,33 +22,37 @@ from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention.tpu.visibility import Visibility
 
-# A logit that is not seen. Finite, as the difference of two must be no NaN; a row that sees nothing keeps it for its
-# maximum, and one that has seen nothing yet drops what it summed with the factor of its first logit, which is 0.
+# The value of a masked logit. It is finite, because the difference of two must not be NaN. A row that sees no key keeps
+# it as its maximum. At the first visible logit of a row, the rescaling factor is 0 and discards the sum of masked ones.
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """Logits are ``factor * x``, of products x, or of ``x = tanh(inner * product)`` where they are capped."""
+    """Scaling of products to logits: ``factor * x``; x is the product, or ``tanh(inner * product)`` if capped."""
 
     factor: float
     inner: float | None = None
 
     @classmethod
     def of(cls, scale: float, softcap: float | None) -> Softmax:
-        """Of a scale that is not negative, as the maximum of products is taken before they are scaled."""
+        """Returns the scaling for a non-negative `scale`; maxima are taken before scaling."""
         return cls(scale) if softcap is None else cls(abs(softcap), scale / abs(softcap))
 
     def capped(self, products: jax.Array) -> jax.Array:
         return products if self.inner is None else jnp.tanh(products * self.inner)
 
     def exponential(self, difference: jax.Array) -> jax.Array:
-        """Of a difference of such x."""
+        """Returns ``exp(factor * difference)``, for the difference of two x."""
         return jnp.exp2(difference * (self.factor * math.log2(math.e)))
 
 
 def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[..., None]:
-    """Grid: sequences, heads, blocks of queries, blocks of keys. References: lengths, operands, results, scratch."""
+    """Returns the kernel body.
+
+    Its grid is (sequences, heads, blocks of queries, blocks of keys). Its references are lengths, operands, results and
+    scratch, in this order.
+    """
     rows, s = v.rows, v.s
     precision = lax.Precision.HIGHEST if p.dtype == "float32" else None
 
@@ -75,7 +79,7 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
             values = v_ref[0, 0, some, :]
             if masked:
                 x = jnp.where(v.mask(i, first, of), x, UNSEEN)
-                if ends:  # What lies beyond the array, or a length, may be NaN, which 0 does not cancel.
+                if ends:  # Values beyond the array or a length may be NaN, and 0 * NaN is NaN.
                     there = first + lax.broadcasted_iota(jnp.int32, values.shape, 0) < of.kv * rows.per_key
                     values = jnp.where(there, values.astype(jnp.float32), 0.0).astype(values.dtype)
             before = most_ref[...]
@@ -93,7 +97,7 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
                 end, here = of.kv * rows.per_key, j * s.block_kv + n * s.block_kv_compute
                 whole = here + s.block_kv_compute <= end
                 pl.when(whole)(lambda: step(n, masked, False))
-                # Of the two bodies only that of a sequence's last block selects values.
+                # Only the body for a sequence's last block masks values.
                 pl.when((here < end) & jnp.logical_not(whole))(lambda: step(n, masked, True))
 
             if isinstance(end, int) and end == 1:
@@ -113,7 +117,7 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
         @pl.when(j == pl.num_programs(3) - 1)
         def _() -> None:
             most, total = most_ref[...], total_ref[...]
-            # NaN among logits stays NaN, also where a maximum passes over it.
+            # NaN logits must give NaN results, even if the maximum ignores NaN.
             nothing = (most == UNSEEN) & jnp.logical_not(jnp.isnan(total))
             if not p.every_query_sees:
                 row = i * s.block_q + lax.broadcasted_iota(jnp.int32, most.shape, 1)

@@ -1,4 +1,4 @@
-"""Flash attention forward on TPUs: what it supports, and how one problem is launched."""
+"""Flash attention forward on TPUs: the supported problems and the launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from search_spaces.space import Columns, Space, cdiv
 from search_spaces.tpu.vmem import limit_or_none
 
 MOST_HEAD_DIM = 256
-# Rows of a result are transposed whole, in registers of eight sublanes.
+# The kernel transposes its result in registers of eight sublanes.
 HEAD_DIM_STEP = 8
 
 
@@ -65,10 +65,10 @@ class MosaicTpuFlashAttention(Kernel[FlashAttentionProblem, TpuFlashAttentionSch
         p = problem
         scale = float(p.default_scale() if scale is None else scale)
         q, k, v, *lengths = args
-        if scale <= 0:  # The kernel takes maxima before it scales.
+        if scale <= 0:  # The kernel takes maxima before scaling, so the scale must be positive.
             q, scale = q * jnp.sign(jnp.asarray(scale, q.dtype)), abs(scale) or 1.0
         softmax = Softmax.of(scale, float(softcap) if p.softcap else None)
-        # Indices are 32 bits wide, whatever the user's default.
+        # Indices must be 32 bits wide, even if the user enables x64.
         with jax.enable_x64(False):
             rows = Rows.of(p, schedule.heads).one()
             launch = jax.jit(functools.partial(_launch, Visibility(rows, schedule), softmax))
@@ -78,9 +78,10 @@ class MosaicTpuFlashAttention(Kernel[FlashAttentionProblem, TpuFlashAttentionSch
 
 
 def _launch(v: Visibility, softmax: Softmax, q: Any, keys: Any, values: Any, *lengths: Any) -> tuple[jax.Array, ...]:
-    """Operands and results as `Rows` has them, in device memory: XLA keeps small copies in VMEM, next to the blocks.
+    """Launches the kernel on operands and results in the layout of `Rows`, all constrained to HBM.
 
-    (And libtpu 0.0.50's profiler aborts on a kernel that finds all of its operands there.)
+    Otherwise XLA keeps small arrays in VMEM, in addition to the blocks. The profiler of libtpu 0.0.50 also aborts if
+    all operands of a kernel are in VMEM.
     """
     rows, s, p = v.rows, v.s, v.rows.p
     q, keys, values = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, keys, values))

@@ -1,4 +1,4 @@
-"""One way to compute flash attention forward on a TPU: the fields of a schedule."""
+"""The schedule of flash attention forward on TPUs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TpuFlashAttentionSchedule:
-    """How attention is cut into steps of the grid, and a step into products.
+    """How attention is divided into grid steps, and a grid step into products.
 
     Attributes:
-      heads: whose queries are the rows of a product. "one": of one head. "group": of all heads that share a head of
-        keys. "all": of all heads, on the keys of all, of which each row sees those of its own head.
-      block_q: rows of queries that a step of the grid holds...
-      block_kv: ...and rows of keys and of values, the next of which load meanwhile.
-      block_kv_compute: rows of keys and of values that a product takes.
-      vmem_limit_mib: on-chip memory to ask for; 0 is the compiler's default.
+      heads: the query heads packed into the rows of a product. "one": one head. "group": all heads that share a key
+        head. "all": all heads, multiplied with the keys of all heads; each row sees only the keys of its own head.
+      block_q: rows of queries per grid step.
+      block_kv: rows of keys and values per grid step; the next block loads during the computation.
+      block_kv_compute: rows of keys and values per product.
+      vmem_limit_mib: VMEM limit to request in MiB; 0 means the compiler's default.
     """
 
     heads: str

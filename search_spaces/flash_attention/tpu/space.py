@@ -1,4 +1,4 @@
-"""The schedules of flash attention forward on a TPU that are worth considering, and why the others are not."""
+"""The search space of flash attention forward on TPUs, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from search_spaces.flash_attention.tpu.schedule import TpuFlashAttentionSchedule
 from search_spaces.space import Space
 from search_spaces.tpu.vmem import LANES, VMEM_LIMITS_MIB
 
-# Powers of two, by which places in the grid are divided by shifts.
+# Powers of two, so that divisions of grid indices are shifts.
 BLOCKS_Q = (1024, 512, 2048, 256, 128)
 BLOCKS_KV = (2048, 1024, 4096, 512, 8192, 256, 128)
 BLOCKS_KV_COMPUTE = (1024, 512, 2048, 4096, 256, 128)
-# Logits of a product: the compiler unrolls it, and takes minutes for more.
+# Bounds of the logits per product. The compiler unrolls a product; above the maximum, compilation takes minutes.
 MOST_LOGITS = 2**20
 LEAST_LOGITS = 2**17
-# What every chip gives a kernel that does not ask.
+# VMEM in bytes that every chip provides without a request.
 LEAST_TO_ASK = 8 * 2**20
-# Rows of all heads: with more, products on the keys of other heads cost more than a copy of the keys.
+# Query rows of all heads. With more rows, products with the keys of other heads cost more than a copy of the keys.
 MOST_ROWS_OF_ALL = 256
 
 
 def space(p: FlashAttentionProblem) -> Space[TpuFlashAttentionSchedule]:
-    """The schedules for `p`: some hundred."""
+    """Returns the search space for `p`, about a hundred schedules."""
     heads = ["one"]
     if p.group > 1:
         heads.insert(0, "group")

@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries meets, and which pairs of a block are visible."""
+"""The blocks of keys that a block of queries sees, and the visible pairs within a block."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from search_spaces.flash_attention.tpu.schedule import TpuFlashAttentionSchedule
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Of one launch. Blocks are counted in rows of the arrays of keys; `i` is a block of rows of queries."""
+    """Visibility of keys in one launch.
+
+    Keys are counted in rows of the arrays of keys. `i` is the index of a block of rows of queries, `j` of keys.
+    """
 
     rows: Rows
     s: TpuFlashAttentionSchedule
 
     @property
     def masked_everywhere(self) -> bool:
-        """Whether each block must be masked: it has keys of other heads, or its end is an operand."""
+        """Whether each block must be masked, because it has keys of other heads or its end is an operand."""
         return self.rows.per_key > 1 or self.rows.p.kv_lengths
 
     @property
     def ragged(self) -> bool:
-        """Whether the last block of keys reaches beyond the array, where anything may be."""
+        """Whether the last block of keys reaches beyond the array, where values are undefined."""
         return self.rows.kv_rows % self.s.block_kv_compute != 0
 
     def first_query(self, i: Any) -> Any:
@@ -38,24 +41,24 @@ class Visibility:
         return jnp.minimum(quotient((i + 1) * self.s.block_q - 1, self.rows.per_query), self.rows.p.q_len - 1)
 
     def seen(self, i: Any) -> tuple[Any, Any]:
-        """Rows of keys, from the first to before the second, that a query of the block may see."""
+        """Returns the first row and the end of the rows of keys that any query of the block sees."""
         p, per_key = self.rows.p, self.rows.per_key
         first: Any = 0 if p.left is None else jnp.clip(self.first_query(i) - p.left, 0, p.kv_len) * per_key
         end: Any = p.kv_len if p.right is None else jnp.minimum(self.last_query(i) + p.right + 1, p.kv_len)
         return first, end * per_key
 
     def seen_by_all(self, i: Any) -> tuple[Any, Any]:
-        """Those that every query of the block sees."""
+        """Returns the first row and the end of the rows of keys that every query of the block sees."""
         p, per_key = self.rows.p, self.rows.per_key
         first: Any = 0 if p.left is None else jnp.clip(self.last_query(i) - p.left, 0, p.kv_len) * per_key
         end: Any = p.kv_len if p.right is None else jnp.minimum(self.first_query(i) + p.right + 1, p.kv_len)
         return first, end * per_key
 
     def loops(self, i: Any, j: Any) -> list[tuple[Any, Any, bool]]:
-        """First and end of the products of block `j` of keys, in order, and whether these are masked.
+        """Returns the loops over the products of block `j` of keys: first product, end, and whether they are masked.
 
-        The bounds are products, shifts, minima and maxima of places in the grid: what is more, or an operand, the
-        compiler's estimate of cycles takes for a loop that hardly runs.
+        The bounds use only products, shifts, minima and maxima of grid indices. If a bound contains another operation
+        or an operand, the compiler's cycle estimate assumes that the loop hardly runs.
         """
         p, s = self.rows.p, self.s
         size = s.block_kv_compute
@@ -78,7 +81,10 @@ class Visibility:
         return [*before, (from_all, to_all, False), (to_all, stop, True)]
 
     def block_to_load(self, i: Any, j: Any, kv_length: Any) -> Any:
-        """Block `j` of keys, or the nearest that is seen: one that is there already is not loaded again."""
+        """Returns `j`, or the nearest visible block if block `j` is not visible.
+
+        A repeated index does not load the block again.
+        """
         p, s = self.rows.p, self.s
         first, end = self.seen(i)
         if kv_length is not None:
@@ -89,9 +95,9 @@ class Visibility:
         return jnp.clip(j, jnp.minimum(quotient(first, s.block_kv), last), last)
 
     def mask(self, i: Any, c: Any, of: Lengths) -> jax.Array:
-        """Whether row r of queries sees row c of keys, from row `c` on, as ``[block_kv_compute, block_q]``.
+        """Returns the mask ``bool[block_kv_compute, block_q]`` of the rows of keys from `c` on.
 
-        Bounds of rows of one side are bounds of rows of the other times what there are of a query, or of a key.
+        Bounds on keys are multiplied by `per_key`, and bounds on queries by `per_query`, to compare them with rows.
         """
         p, rows, s = self.rows.p, self.rows, self.s
         end = p.kv_len if of.kv is None else of.kv
@@ -102,7 +108,7 @@ class Visibility:
         if rows.per_key > 1:
             query = _few(row, rows.per_query, p.q_len)
             head = _few(row - query * rows.per_query, p.group, p.kv_heads)
-            # Keys beyond the end are those of no head: what is asked of keys alone is not asked of each pair.
+            # Keys beyond the end get head -1: this test runs once per key instead of once per pair.
             seen = jnp.where(key < end, key & (rows.per_key - 1), -1) == head
             if p.right is not None and p.q_len > 1:
                 seen &= key < (query + p.right + 1) * rows.per_key
@@ -111,7 +117,7 @@ class Visibility:
             return seen
         if p.right is None or p.q_len == 1:
             seen = jnp.broadcast_to(key < end, shape)
-        else:  # Nobody comes after what lies beyond the end.
+        else:  # Keys beyond the end get a bound that no row reaches.
             beyond = jnp.iinfo(jnp.int32).max
             seen = jnp.where(key < end, (key - p.right) * rows.per_query, beyond) <= row
         if p.left is not None:
@@ -120,7 +126,7 @@ class Visibility:
 
 
 def _few(x: jax.Array, n: int, most: int) -> jax.Array:
-    """``x // n``, below `most`."""
+    """Returns ``x // n``, if this is less than `most`."""
     if n & (n - 1) == 0:
         return x >> (n.bit_length() - 1)
     return sum(((x >= times * n).astype(jnp.int32) for times in range(1, most)), jnp.zeros_like(x))

@@ -1,4 +1,4 @@
-"""The gradients of attention on Hopper: a warp-specialized Mosaic GPU kernel and its schedules."""
+"""The attention gradients on Hopper: a warp-specialized Mosaic GPU kernel and its schedule."""
 
 from search_spaces.flash_attention_backward.hopper.launch import MosaicGpuFlashAttentionBackward
 from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule

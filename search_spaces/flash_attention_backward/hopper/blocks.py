@@ -1,4 +1,4 @@
-"""Which blocks of queries a block of keys meets, in which order, and which of their pairs are masked."""
+"""The blocks of queries that see a block of keys, their order, and the masks of their pairs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from search_spaces.jax_compat import plgpu
 
 
 def masks(plan: Plan) -> bool:
-    """Whether any block has pairs that are masked by position (queries beyond q_len have no probability anyway)."""
+    """Returns whether any block needs a mask; queries beyond `q_len` need none, because their probabilities are 0."""
     p = plan.problem
     return p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % plan.block_kv > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The steps of one block of keys: those that mask first, of all heads of the group, then the others.
+    """The steps of one block of keys: masked steps of all heads of the group first, then unmasked steps.
 
-    There is always a step, which masks all where the keys see no query.
+    There is at least one step. If no query sees the block, this step masks all pairs.
 
     Attributes:
       plan: of the launch.
-      first: number of the first block of queries.
-      masked, plain: blocks of one head that mask, and that do not.
-      first_key: of the block.
-      keys: of the sequence that a query sees.
-      queries: of the sequence that see a key.
-      rotation: steps by which the first one comes later than without rotation.
+      first: index of the first block of queries.
+      masked, plain: number of masked and of unmasked blocks of queries per head.
+      first_key: index of the first key of the block.
+      keys: number of keys of the sequence that a query sees.
+      queries: number of queries of the sequence that see a key.
+      rotation: number of steps by which the start is rotated; None means no rotation.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class Blocks:
         if p.left is not None:
             end = jnp.minimum(lax.div(last_key + p.left, jnp.int32(block_q)) + 1, end)
         end = jnp.maximum(end, first + 1)
-        # Of keys beyond the last there are no gradients, and one step says so.
+        # Keys beyond the last one have zero gradients, which one fully masked step computes.
         end = jnp.where(first_key < keys, end, first + 1)
         all_masked = (last_key >= keys) | (p.left is not None)
         masked = jnp.where(all_masked, end - first, jnp.clip(masked, 0, end - first))
@@ -80,7 +80,7 @@ class Blocks:
 
     @property
     def start(self) -> Any:
-        """The first step. With one head it has the number of its block, so that no register keeps their distance."""
+        """The first step. With one head, steps are indices of blocks, which saves the register of an offset."""
         return self.first if self.plan.problem.group == 1 else jnp.int32(0)
 
     @property
@@ -92,9 +92,9 @@ class Blocks:
         return self.start + (self.masked + self.plain) * self.plan.problem.group
 
     def at(self, step: Any) -> tuple[Any, Any]:
-        """The number of the head in its group, and the first query."""
+        """Returns the index of the head in its group, and the first query of a step."""
         block_q = self.plan.schedule.block_q
-        if self.rotation is not None:  # Of steps that all mask, or none does.
+        if self.rotation is not None:  # Requires that all steps are masked, or none.
             step = step + self.rotation
             step = jnp.where(step < self.end, step, step - (self.end - self.start))
         if self.plan.problem.group == 1:
@@ -106,19 +106,19 @@ class Blocks:
         return lax.div(step, each), (first + lax.rem(step, each)) * block_q
 
     def there(self, first_key: Any, gradient: jax.Array) -> jax.Array:
-        """`gradient` of keys from `first_key` on, with zeros for those that no query sees."""
+        """Zeros the gradients of keys that no query sees; `gradient` starts at key `first_key`."""
         if self.plan.problem.every_key_is_seen:
             return gradient
         key = plgpu.broadcasted_iota(jnp.int32, gradient.shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + first_key
         return jnp.where(lax.broadcast_in_dim(key, gradient.shape, [0]) < self.keys, gradient, 0.0)
 
     def visible(self, first_key: Any, first_query: Any, shape: tuple[int, int]) -> Any:
-        """Of pairs ``[keys, queries]``, in wgmma's layout, those where the query sees the key."""
+        """Returns the mask of visible pairs ``[keys, queries]``, in the layout of wgmma."""
         p, layout = self.plan.problem, plgpu.Layout.WGMMA
         key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
         if p.kv_lengths or p.kv_len % self.plan.block_kv:
             key = jnp.where(key < self.keys, key, MAX_INDEX)
-        # What is compared is shifted by row: a thread has 2 of them, and 16 columns.
+        # Offsets are applied to rows, because a thread has 2 rows but 16 columns.
         query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         if p.right is None:
             seen = lax.broadcast_in_dim(key, shape, [0]) < MAX_INDEX

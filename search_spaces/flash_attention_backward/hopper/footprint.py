@@ -1,4 +1,4 @@
-"""What a launch of the backward pass of attention demands of a Hopper GPU."""
+"""The footprint of the attention gradients on Hopper."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns
 
-# What a consumer's thread holds besides dk, dv, S and dP (ptxas: 231 registers where these are 192).
+# Registers of a consumer thread besides dk, dv, S and dP (ptxas: 231 registers in total if these take 192).
 OTHER_REGISTERS = 39
-# Of FP32 lanes for each pair of a query and a key: scaling, dP - delta, its product with P, two casts.
+# FP32 operations per pair of a query and a key: scaling, dP - delta, its product with P, and two casts.
 PAIR_OPERATIONS = 5
 
 
 def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
-    """Of each block of keys: blocks of queries that see a key of it, of all heads of the group; at least one."""
+    """Returns the steps of each block of keys: blocks of queries that see it (at least one), times the group size."""
     first_key = np.arange(-(-p.kv_len // block_kv)) * block_kv
     blocks = -(-p.q_len // block_q)
     first, end = np.zeros_like(first_key), np.full_like(first_key, blocks)
@@ -34,10 +34,9 @@ def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
 
 
 def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
-    """A tile is a block of keys of one head; a step is a block of queries of one head of its group.
+    """Returns the footprint; a tile is a block of keys of one head, and a step is a block of queries of one query head.
 
-    A kernel of its own for dq counts as part of these steps: it multiplies two of five products again, and loads as
-    much.
+    A separate dq kernel counts as part of these steps: it recomputes two of the five products, and doubles the loads.
     """
     plan, h, hv = plan_of(p, s), p.head_dim, p.value_dim
     b = plan.itemsize
@@ -57,7 +56,7 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     q, k, v = p.qkv()
     padded = 2 * (nbytes(q) + nbytes(p.out())) * (plan.q_rows > p.q_len)
     padded += 4 * (nbytes(k) + nbytes(v)) * (plan.kv_rows > p.kv_len)
-    # wgmma reads 64 rows of the left operand, unless from registers, and all columns of the right one.
+    # wgmma reads 64 rows of the left operand, unless it is in registers, and all columns of the right operand.
     per_consumer = (
         (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + plan.block_kv * (s.block_q + h) // 2
     )
@@ -91,7 +90,7 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         threads=CONSUMERS * WARPGROUP,
         registers=(h + hv) // 2 + s.block_q + OTHER_REGISTERS,
         registers_per_block=WARPGROUP * (CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS),
-        # dq is zeroed, then read and rounded; delta is computed of the result and its cotangent.
+        # dq is zeroed, then read and rounded. delta is computed from the result and its cotangent.
         copied_bytes=~separate * (2.0 * sums + nbytes(q)) + 2 * nbytes(p.out()) + 3 * statistics + padded,
         launches=np.where(separate, 4, 5),
     )

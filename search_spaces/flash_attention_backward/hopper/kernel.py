@@ -1,18 +1,18 @@
-"""The gradients of attention on Hopper: a warp-specialized Mosaic GPU kernel of five products.
+"""The attention gradients on Hopper: a warp-specialized Mosaic GPU kernel with five products.
 
-A CTA owns 128 rows of k and v, 64 for each of two consumer warpgroups, whose dk and dv stay in registers. A producer
-warpgroup loads blocks of q and d_out. Each consumer computes, transposed, its rows of S^T = k q^T and dP^T = v d_out^T:
-then P^T, as wgmma's A operand, comes from registers for dv += P^T d_out. It leaves dS^T in SMEM, for dk += dS^T q and
-for dq = dS k, to which both consumers contribute; each computes half of it. TMA adds that to float32 sums in device
-memory, in the order of arrival. (FlashAttention-3, arXiv:2407.08608, section 3.)
+A CTA owns 128 rows of k and v, 64 for each of two consumer warpgroups, which keep dk and dv in registers. A producer
+warpgroup loads blocks of q and d_out. Each consumer computes its rows of S^T = k q^T and dP^T = v d_out^T. These are
+transposed so that P^T can be the A operand of dv += P^T d_out in registers. The consumer writes dS^T to SMEM for
+dk += dS^T q and for dq = dS k. dq needs dS^T of both consumers, and each consumer computes half of dq. TMA adds dq to
+float32 sums in device memory, in the order of arrival. (FlashAttention-3, arXiv:2407.08608, section 3.)
 
-**Overlap.** FlashAttention-3 waits for all products of a step before it starts the next. Here a loop's step goes from
-one point where nothing is in flight to the next, and in between starts S^T of the next step ahead of this one's dk, and
-dP^T after it: the exponentials, the longest of what tensor cores do not do, run while those two are multiplied; dS is
-computed while dv is; dq is stored while S^T is.
+**Overlap.** FlashAttention-3 waits for all products of a step before it starts the next step. Here nothing is in flight
+at the start and end of a loop step. Within the step, S^T of the next step is started before dk of this step, and dP^T
+of the next step after dk. The exponentials, the longest work outside the tensor cores, overlap dk and dP^T. The
+computation of dS overlaps dv. The store of dq overlaps S^T.
 
-Of ptxas: what a loop carries must not be in flight (C7514, C7515: else it waits for each product), and P^T is cast to
-16 bits where nothing is in flight (C7513).
+**ptxas.** Values that a loop carries must not be in flight; otherwise ptxas waits for each product (C7514, C7515). P^T
+is cast to 16 bits at a point where nothing is in flight (C7513).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from search_spaces.jax_compat import interprets, load, plgpu
 LOG2_E = math.log2(math.e)
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
-PRODUCER = CONSUMERS  # number of its warpgroup
+PRODUCER = CONSUMERS  # index of its warpgroup
 OPERANDS = ("k", "v", "q", "d_out")
 
 
@@ -49,12 +49,12 @@ def swizzled(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 
 
 def smem(count: int, tile: SmemTile) -> Any:
-    """So many tiles."""
+    """Returns the SMEM type of `count` tiles."""
     return plgpu.SMEM((count, *tile.shape), tile.dtype, transforms=tile.transforms)
 
 
 def scratch(plan: Plan) -> dict[str, Any]:
-    """The arrays and barriers of a CTA, by name."""
+    """Returns the arrays and barriers of a CTA, by name."""
     s, dtype = plan.schedule, jnp.dtype(plan.problem.dtype)
     k, v, q, d_out = (plan.tile(x, n) for x, n in zip(OPERANDS, (WGMMA_ROWS,) * 2 + (s.block_q,) * 2, strict=True))
     found = {
@@ -84,11 +84,11 @@ def scratch(plan: Plan) -> dict[str, Any]:
 
 
 def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callable[..., None]:
-    """The body of a launch, whose warpgroups do what is said `of` a CTA.
+    """Returns the kernel body, which runs the CTA class `of`.
 
-    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
-    log-sum-exp in powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a
-    kernel of its own); then dk and dv.
+    Its arguments in device memory are the lengths of queries and keys, ``[batch]``, if the problem has them, then q, k,
+    v, d_out, the base-2 log-sum-exp (infinite for queries without keys), delta, the float32 sums of dq (unless a
+    separate kernel computes dq), dk and dv.
     """
     p = plan.problem
 
@@ -111,12 +111,13 @@ def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callab
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """What the warpgroups of one CTA do.
+    """The code of the warpgroups of one CTA.
 
     Attributes:
-      plan, blocks: of the launch, and of the CTA's keys.
-      batch, kv_head: whose keys.
-      gmem, smem: arrays, by name; with `smem` the barriers.
+      plan: of the launch.
+      blocks: steps of the block of keys of this CTA.
+      batch, kv_head: of the keys.
+      gmem, smem: arrays by name; `smem` includes the barriers.
       scale, softcap: of logits.
     """
 
@@ -153,7 +154,7 @@ class Cta:
                 )
 
         for operand, stages in (("q", s.q_stages), ("d_out", s.do_stages)):
-            # The CTA ends when all that was loaded has been used.
+            # The CTA must not exit before the consumers have used all loads.
             @pl.loop(jnp.maximum(self.blocks.end - stages, self.blocks.start), self.blocks.end)
             def _(step: Any, operand: str = operand, stages: int = stages) -> None:
                 plgpu.barrier_wait(smem[f"{operand}_empty"].at[lax.rem(step, jnp.int32(stages))])
@@ -167,7 +168,8 @@ class Cta:
             rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[wg], full)
 
         first = self.blocks.start
-        # All rows of k, of which dq is multiplied, are there when consumers meet with the first dS.
+        # Each consumer waits for its own rows of k. dq also needs the other's rows, which have arrived when consumers
+        # synchronize for the first dS.
         plgpu.barrier_wait(smem["k_full"].at[wg])
         self._zero_keys("k", WGMMA_ROWS, wg, place[1])
         s = self._start_s(wg, first)
@@ -179,25 +181,28 @@ class Cta:
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
         dk = self._step(wg, last, carry, last=True)
-        self._meet()  # Nobody reads k any more.
+        self._meet()  # From here on, no consumer reads k.
         self._store("k", wg, dk * self.scale)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _zero_keys(self, operand: str, rows: int, number: Any, first_key: Any) -> None:
-        """Zeroes rows of k or v that no query sees: dS, which is 0 there, would not cancel them in dq, nor P in dS."""
+        """Zeros rows of k or v that no query sees.
+
+        These rows may be NaN. Zeros in dS do not cancel NaN of k in dq, and zeros in P do not cancel NaN of v in dS.
+        """
         if self.plan.problem.pads_keys:
             tile = self.plan.tile(operand, rows)
             zero_rows_from(self.blocks.keys - first_key, tile, self.smem[operand].at[number])
 
     def _zero_queries(self, operand: str, step: Any, stage: Any) -> None:
-        """Likewise of q or d_out those of queries that see no key."""
+        """Zeros rows of q or d_out of queries that see no key."""
         if self.plan.problem.pads_queries:
             _, row = self.blocks.at(step)
             tile = self.plan.tile(operand, self.plan.schedule.block_q)
             zero_rows_from(self.blocks.queries - row, tile, self.smem[operand].at[stage])
 
     def _store(self, operand: str, wg: Any, gradient: jax.Array) -> None:
-        """Stores this consumer's rows of dk or dv, through those of k or v, that nobody reads any more."""
+        """Stores this consumer's rows of dk or dv, staged in the SMEM of k or v, which is then unused."""
         place = self.batch, self.blocks.first_key + wg * WGMMA_ROWS, self.kv_head
         tile, staged = self.plan.tile(operand, WGMMA_ROWS), self.smem[operand].at[wg]
         gradient = self.blocks.there(place[1], gradient)
@@ -206,7 +211,7 @@ class Cta:
         rows_of_heads.store(tile, self.gmem[f"d{operand}"], place, staged)
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
-        """From P^T and dP^T of a step to those of the next; of the `last` step to dk."""
+        """Advances from P^T and dP^T of a step to those of the next step; the `last` step returns dk and stores dv."""
         plan, smem, own = self.plan, self.smem, products.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
@@ -225,9 +230,9 @@ class Cta:
         ds = (ds * slope[0] if slope else ds).astype(plan.problem.dtype)
         separate = plan.separate_dq
         if plan.schedule.ds_stages == 1 and not separate:
-            self._meet()  # All have multiplied the one of the step before.
+            self._meet()  # All consumers have used dS of the previous step.
         smem["ds"][ds_stage, own] = ds
-        if separate:  # None reads another's.
+        if separate:  # No consumer reads dS of the other.
             plgpu.commit_smem()
         else:
             self._meet()
@@ -250,7 +255,7 @@ class Cta:
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
             self._store_dq(own, step, *dq)
-        if last:  # While dk is multiplied.
+        if last:  # Overlaps the product of dk.
             self._store("v", own, dv)
             dk = wgmma_async.wait(0, dk)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
@@ -279,14 +284,14 @@ class Cta:
         return plan.tile(operand, WGMMA_ROWS).transforms
 
     def _start_s(self, own: Any, step: Any) -> jax.Array:
-        """S^T of a step, when its q has arrived."""
+        """Waits for q of a step and starts S^T."""
         stage, _, _ = self._stages(step)
         plgpu.barrier_wait(self.smem["q_full"].at[stage])
         self._zero_queries("q", step, stage)
         return self._start_logits("k", "q", own, stage)
 
     def _start_dp(self, own: Any, step: Any) -> jax.Array:
-        """dP^T of a step, when its d_out has arrived."""
+        """Waits for d_out of a step and starts dP^T."""
         _, stage, _ = self._stages(step)
         plgpu.barrier_wait(self.smem["d_out_full"].at[stage])
         self._zero_queries("d_out", step, stage)
@@ -304,7 +309,7 @@ class Cta:
         )
 
     def _start_dq(self, own: Any, stage: Any) -> jax.Array:
-        """This consumer's half of dq, of the rows of k of all."""
+        """Starts this consumer's half of dq, over the rows of k of all consumers."""
         plan, dq = self.plan, None
         ds, k = self._transforms("ds"), self._transforms("k")
         rows, columns = plan.dq_shape
@@ -321,7 +326,7 @@ class Cta:
         return dq
 
     def _columns_of_k(self, number: Any) -> Callable[[Any, int], Any]:
-        """Of those rows that have this number in SMEM."""
+        """Returns a function that slices columns of the rows of k of consumer `number`."""
         tile, rows = self.plan.tile("k", WGMMA_ROWS), self.smem["k"].at[number]
         return lambda first, count: tile.columns_of(rows, pl.ds(first, count))
 
@@ -341,7 +346,7 @@ class Cta:
         products.add(self.gmem["dq"].at[self.batch, *box], dq, smem)
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
-        """P^T in float32, and where logits are capped the derivative of the cap."""
+        """Returns P^T in float32, and the derivative of the cap if logits are capped."""
         p, block_q = self.plan.problem, self.plan.schedule.block_q
         stage, _, _ = self._stages(step)
         lse = load(self.smem["lse"].at[stage, pl.ds(0, block_q)], plgpu.Layout.WGMMA.reduce(0))
@@ -354,7 +359,7 @@ class Cta:
                 seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, (WGMMA_ROWS, block_q))
                 return jnp.where(seen, exponent, -jnp.inf)
 
-            # One loop with a branch: of two loops each would keep addresses of its own in registers.
+            # A branch in one loop, because each of two loops would keep its own addresses in registers.
             exponent = lax.cond(step < self.blocks.end_of_masked, mask, lambda x: x, exponent)
         found: tuple[jax.Array, ...] = lax.optimization_barrier((jnp.exp2(exponent), *slope))
         return found
@@ -365,11 +370,11 @@ class Cta:
 
 
 def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Of products of q and k: logits in powers of two, and where these are capped the derivative of the cap."""
+    """Converts products of q and k to base-2 logits; also returns the derivative of the cap if logits are capped."""
     factor = scale * LOG2_E
     if not p.softcap:
         return s * factor, ()
-    # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
+    # tanh(x) by exponentials, because the hardware tanh has an error of 2^-11, relative to the cap.
     s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / softcap)) + 1.0)
     return s * (softcap * LOG2_E), (1.0 - s * s,)
 

@@ -1,7 +1,7 @@
-"""The gradients of attention on Hopper: what is supported, and how one call is launched.
+"""The attention gradients on Hopper: the supported problems and the launch.
 
-Before the kernel, XLA computes delta, the row sums of out x d_out, and the log-sum-exp in powers of two, and zeroes
-float32 sums for dq; after it, it scales these and rounds them.
+Before the kernel, XLA computes delta (the row sums of out * d_out), converts the log-sum-exp to base 2, and zeroes the
+float32 sums of dq. After the kernel, XLA scales and rounds these sums.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         p = problem
         if reason := not_hopper(target):
             return reason
-        if not HAS_GPU_INTERPRETER:  # The same release brought `jax.new_ref` as an operand.
+        if not HAS_GPU_INTERPRETER:  # The same JAX release introduced `jax.new_ref` as an operand.
             return "adds dq up in place, in an array that kernels take from JAX 0.11 on"
         if jnp.dtype(p.dtype).itemsize != 2:
             return f"multiplies transposed operands, which wgmma takes of 16 bits, not {p.dtype}"
@@ -88,14 +88,14 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         d_lse = rest[0] if p.lse_cotangent else 0.0
         scale = p.default_scale() if scale is None else scale
         rows = int(round_up(p.q_len, DqPlan.rows) if plan.separate_dq else plan.dq_rows)
-        # Queries beyond the last, and those that see no key, have no probability.
+        # With an infinite log-sum-exp, probabilities are 0: for padded queries, and for those that see no key.
         lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), (rows,), jnp.inf)
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
         delta = padded(left_out.statistics(p, p.lengths(args), delta), (rows,))
         q, d_out = (padded(x, (plan.q_rows, None, None)) for x in (q, d_out))
         k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
         lengths = [x for x in p.lengths(args) if x is not None]
-        # Indices are 32 bits wide, whatever the user's default.
+        # Indices must be 32 bits wide, even if the user enables x64.
         if plan.separate_dq:
             with jax.enable_x64(False):
                 operands = (*lengths, q, k, v, d_out, lse, delta)

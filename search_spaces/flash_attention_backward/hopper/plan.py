@@ -1,4 +1,4 @@
-"""The arrays of one CTA of the backward pass, in SMEM and in device memory, of a schedule or of many."""
+"""Extents of the backward pass in SMEM and device memory, for one schedule or for columns of schedules."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ from search_spaces.space import cdiv, round_up
 
 CONSUMERS = 2
 BLOCK_KV = CONSUMERS * WGMMA_ROWS
-# A box of TMA starts at a multiple of 128 bytes in SMEM: so do the float32 of a stage.
+# In float32 elements: a TMA box, here the statistics of a stage, must start at a multiple of 128 bytes in SMEM.
 STATISTICS_STEP = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(abc.ABC):
-    """Those of a kernel's operands.
-
-    Attributes:
-      problem: whose gradients.
-    """
+    """Tiles of a kernel's operands in SMEM."""
 
     problem: FlashAttentionBackwardProblem
 
@@ -37,7 +33,10 @@ class Tiles(abc.ABC):
 
     @property
     def layout(self) -> type[SmemTile]:
-        """Of tiles of q, k, v and d_out in SMEM. (Lowering that of dq alone did not end.)"""
+        """Layout of tiles of q, k, v and d_out in SMEM.
+
+        Deterministic problems are always tiled: with the untiled layout, lowering of the dq kernel did not terminate.
+        """
         return Tiled if self.problem.deterministic else rows_of_heads.layout(self.problem.q_len, self.problem.kv_len)
 
     @property
@@ -50,7 +49,7 @@ class Tiles(abc.ABC):
         return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
 
     def tile(self, operand: str, rows: int) -> SmemTile:
-        """So many rows of q, k, v or d_out in SMEM."""
+        """Returns the tile of `rows` rows of q, k, v or d_out in SMEM."""
         p, of_k = self.problem, operand in ("q", "k")
         columns, swizzle = (p.head_dim, self.k_swizzle) if of_k else (p.value_dim, self.v_swizzle)
         return self.layout(rows, columns, jnp.dtype(p.dtype), swizzle)
@@ -58,27 +57,27 @@ class Tiles(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Tiles):
-    """Extents, for one schedule or for a `Columns` of many.
+    """Extents of the main kernel.
 
     Attributes:
-      schedule: one, or columns of them.
+      schedule: one schedule, or columns of schedules.
     """
 
     schedule: Any
 
     @property
     def block_kv(self) -> int:
-        """Rows of k and v of a CTA."""
+        """Rows of k and v per CTA."""
         return BLOCK_KV
 
     @property
     def q_rows(self) -> int:
-        """Of q and d_out in device memory."""
+        """Rows of q and d_out in device memory."""
         return rows_of_heads.length(self.layout, self.problem.q_len)
 
     @property
     def kv_rows(self) -> int:
-        """Likewise of k and v."""
+        """Rows of k and v in device memory."""
         return rows_of_heads.length(self.layout, self.problem.kv_len)
 
     @property
@@ -91,27 +90,27 @@ class Plan(Tiles):
 
     @property
     def separate_dq(self) -> Any:
-        """Another kernel computes dq."""
+        """Whether a separate kernel computes dq."""
         return self.schedule.dq == "separate"
 
     @property
     def dq_rows(self) -> Any:
-        """Of dq in float32, and of the log-sum-exp and delta."""
+        """Rows of the float32 dq, and of the log-sum-exp and delta."""
         return self.q_blocks * self.schedule.block_q
 
     @property
     def by_rows(self) -> Any:
-        """Each consumer multiplies half of dq's rows of a step; else half of its columns."""
+        """Whether each consumer computes half of the rows of dq in a step; otherwise half of the columns."""
         return self.schedule.block_q % (CONSUMERS * WGMMA_ROWS) == 0
 
     @property
     def transposed(self) -> Any:
-        """Of dq's columns, that are then wgmma's rows; of which a step's rows would be no multiple."""
+        """Whether dq is computed transposed, because `block_q` is not a multiple of the rows of wgmma."""
         return self.schedule.block_q % WGMMA_ROWS != 0
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """Of what a consumer multiplies of dq in a step (of one schedule)."""
+        """Shape of a consumer's part of dq in a step, for one schedule."""
         block_q, columns = int(self.schedule.block_q), self.problem.head_dim
         if self.transposed:
             return columns // CONSUMERS, block_q
@@ -119,7 +118,7 @@ class Plan(Tiles):
 
     @property
     def k_swizzle(self) -> int:
-        """Bytes of a swizzled row of k, q and dk. A consumer's columns of dq are whole ones of k."""
+        """Bytes of a swizzled row of k, q and dk. A consumer's columns of dq are whole swizzled rows of k."""
         columns = self.problem.head_dim
         return int(np.gcd(columns * self.itemsize // (1 if np.all(self.by_rows) else CONSUMERS), 128))
 
@@ -133,12 +132,12 @@ class Plan(Tiles):
 
     @property
     def statistics_width(self) -> Any:
-        """Of the log-sum-exp and delta of a stage."""
+        """Float32 elements of the log-sum-exp, or of delta, per stage."""
         return round_up(self.schedule.block_q, STATISTICS_STEP)
 
     @property
     def onchip_bytes(self) -> Any:
-        """SMEM of a CTA, exact."""
+        """SMEM of a CTA, exact to the byte."""
         p, s, b = self.problem, self.schedule, self.itemsize
         arrays = (
             BLOCK_KV * p.head_dim * b,
@@ -156,14 +155,14 @@ class Plan(Tiles):
 
 @dataclasses.dataclass(frozen=True)
 class DqPlan(Tiles):
-    """Extents of the kernel that computes dq alone."""
+    """Extents of the separate dq kernel."""
 
     rows: ClassVar[int] = CONSUMERS * WGMMA_ROWS
     stages: ClassVar[int] = 3
 
     @property
     def block_kv(self) -> int:
-        """Keys of a step: S and dP of so many, dS and dq fit into registers."""
+        """Keys per step, so that S, dP, dS and dq fit into registers."""
         return 128 if self.problem.head_dim <= 64 else 64
 
     @property
@@ -176,7 +175,7 @@ class DqPlan(Tiles):
 
     @property
     def onchip_bytes(self) -> int:
-        """SMEM of a CTA, exact."""
+        """SMEM of a CTA, exact to the byte."""
         p, b = self.problem, self.itemsize
         arrays = [
             rows * columns * b

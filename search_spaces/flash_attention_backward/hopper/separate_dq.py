@@ -1,8 +1,8 @@
-"""dq by a kernel of its own on Hopper, of three products: the same bits in every run, as nothing is added atomically.
+"""A separate deterministic kernel for dq on Hopper, with three products and no atomic additions.
 
-A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and walks over their keys. A consumer starts
-S = q k^T and dP = d_out v^T of the next step while dq += dS k, whose dS comes from registers, is in flight; what lanes
-do meanwhile is hidden by the other consumer, as none waits for the other.
+A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and iterates over their keys. A consumer
+starts S = q k^T and dP = d_out v^T of the next step while dq += dS k, with dS in registers, is in flight. The consumers
+do not synchronize, so that the work of one outside the tensor cores overlaps the products of the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from search_spaces.jax_compat import load, plgpu
 
 
 def scratch(plan: DqPlan) -> dict[str, Any]:
-    """The arrays and barriers of a CTA, by name."""
+    """Returns the arrays and barriers of a CTA, by name."""
     q, d_out = (plan.tile(x, WGMMA_ROWS) for x in ("q", "d_out"))
     k, v = (plan.tile(x, plan.block_kv) for x in ("k", "v"))
     return {
@@ -54,10 +54,10 @@ def scratch(plan: DqPlan) -> dict[str, Any]:
 
 
 def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]:
-    """The body of a launch.
+    """Returns the kernel body.
 
-    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
-    log-sum-exp in powers of two (infinite where a query has no key), delta; then dq.
+    Its arguments in device memory are the lengths of queries and keys, ``[batch]``, if the problem has them, then q, k,
+    v, d_out, the base-2 log-sum-exp (infinite for queries without keys), delta and dq.
     """
     p = plan.problem
 
@@ -66,7 +66,7 @@ def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]
         counts = [gmem.pop(0) for _ in p.length_operands()]
         arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq"), gmem, strict=True))
         batch, head = (lax.axis_index(name) for name in ("batch", "head"))
-        # Of a causal mask the last queries have the most keys.
+        # With a causal mask, the last queries see the most keys: their CTAs start first.
         row = (plan.q_blocks - 1 - lax.axis_index("q_block")) * plan.rows
         counted = p.counted(p.lengths([x[batch] for x in counts]) if counts else Lengths())
         cta = Cta(
@@ -81,13 +81,13 @@ def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Blocks of keys that queries of a CTA see, from `first` to before `end`: at least one, that may be all masked.
+    """The blocks of keys that queries of a CTA see; at least one, which may be fully masked.
 
     Attributes:
       plan: of the launch.
-      first, end: numbers of blocks.
-      row: the first query.
-      keys: of the sequence that a query sees.
+      first, end: index of the first block, and end of the blocks.
+      row: index of the first query.
+      keys: number of keys of the sequence that a query sees.
     """
 
     plan: DqPlan
@@ -108,7 +108,7 @@ class Keys:
         return cls(plan, first, end, row, keys)
 
     def masks(self, block: Any) -> Any:
-        """Whether any query of the CTA does not see any key of a block; None where that is never."""
+        """Returns whether a block needs a mask for some query of the CTA; None if no block needs one."""
         p, width = self.plan.problem, self.plan.block_kv
         key, found = block * width, []
         if p.right is not None:
@@ -120,10 +120,10 @@ class Keys:
         return functools.reduce(operator.or_, found) if found else None
 
     def visible(self, first_query: Any, block: Any) -> Any:
-        """Of pairs ``[queries, keys]``, in wgmma's layout, those where the query sees the key."""
+        """Returns the mask of visible pairs ``[queries, keys]``, in the layout of wgmma."""
         p, layout, shape = self.plan.problem, plgpu.Layout.WGMMA, (WGMMA_ROWS, self.plan.block_kv)
         if p.right is None and p.left is None:
-            # No array of rows that are alike: what nothing constrains, Mosaic GPU seeks a layout of for minutes.
+            # Avoids an array of identical rows: Mosaic GPU takes minutes to infer a layout that nothing constrains.
             number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
             return number < self.keys - block * self.plan.block_kv
         query = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_query
@@ -137,13 +137,14 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """What the warpgroups of one CTA do.
+    """The code of the warpgroups of one CTA.
 
     Attributes:
-      plan, keys: of the launch, and of the CTA's queries.
-      queries: of the sequence that see a key.
-      batch, head, row: whose queries, and the first of them.
-      gmem, smem: arrays, by name; with `smem` the barriers.
+      plan: of the launch.
+      keys: blocks of keys that the queries of this CTA see.
+      queries: number of queries of the sequence that see a key.
+      batch, head, row: batch and head of the queries, and index of the first query.
+      gmem, smem: arrays by name; `smem` includes the barriers.
       scale, softcap: of logits.
     """
 
@@ -176,7 +177,7 @@ class Cta:
                 tile, full = self.plan.tile(operand, self.plan.block_kv), smem[f"{operand}_full"].at[stage]
                 rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[stage], full)
 
-        # The CTA ends when all that was loaded has been used.
+        # The CTA must not exit before the consumers have used all loads.
         @pl.loop(jnp.maximum(self.keys.end - stages, self.keys.first), self.keys.end)
         def _(block: Any) -> None:
             for operand in ("k", "v"):
@@ -208,14 +209,14 @@ class Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _there(self, first_query: Any, dq: jax.Array) -> jax.Array:
-        """`dq` with zeros for queries that see no key."""
+        """Zeros dq of queries that see no key."""
         if self.plan.problem.every_query_sees:
             return dq
         query = plgpu.broadcasted_iota(jnp.int32, dq.shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + first_query
         return jnp.where(lax.broadcast_in_dim(query, dq.shape, [0]) < self.queries, dq, 0.0)
 
     def _step(self, wg: Any, block: Any, carry: Any) -> Any:
-        """From S and dP of a block, and dq of those before it, to those of the next."""
+        """Adds dq of a block, and computes S and dP of the next block."""
         own = products.own_index(wg)
         dq, s, dp = carry
         dq = self._start_dq(dq, self._ds(own, block, s, dp), block)
@@ -229,7 +230,7 @@ class Cta:
         return lax.rem(block, jnp.int32(self.plan.stages))
 
     def _start(self, own: Any, block: Any) -> tuple[jax.Array, jax.Array]:
-        """S and dP of a block, when its keys and values have arrived."""
+        """Waits for the keys and values of a block and starts S and dP."""
         stage, found = self._stage(block), []
         for rows, columns in (("q", "k"), ("d_out", "v")):
             plgpu.barrier_wait(self.smem[f"{columns}_full"].at[stage])

@@ -1,4 +1,4 @@
-"""The schedules of the backward pass of attention on Hopper that are worth considering, and why the others are not."""
+"""The search space of the attention gradients on Hopper, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentio
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.space import Space, cdiv
 
-# Of the 240 registers of a consumer's thread, those that dk, dv, S and dP leave are enough for all else (ptxas).
+# Maximum registers for dk, dv, S and dP, of the 240 per consumer thread. The rest suffices for everything else (ptxas).
 MOST_ACCUMULATORS = 192
 MOST_HEADS_OF_SECTION = 32
 
@@ -17,18 +17,18 @@ MOST_HEADS_OF_SECTION = 32
 def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionBackwardSchedule]:
     heads, group = p.batch * p.kv_heads, p.group
     sections = [n for n in (1, 2, 4, 8, 16, MOST_HEADS_OF_SECTION) if heads % n == 0]
-    # Of sections whose blocks are not all launched at once, and the next larger one.
+    # Sections whose blocks are not all resident at once, and the next larger one.
     blocks = cdiv(p.kv_len, BLOCK_KV)
     sections = [n for n in sections if n == 1 or n // 2 * blocks < cores]
     largest = sections[-1]
-    if p.right is not None:  # First of all the one whose blocks come closest to a wave (H200: 4 heads of 4096 keys).
+    if p.right is not None:  # The section closest to one wave of blocks comes first (H200: 4 heads of 4096 keys).
         sections.sort(key=lambda n: abs(n * blocks - cores))
     return Space(
         FlashAttentionBackwardSchedule,
         choices={
             "block_q": (64, 128),
             "q_stages": (2, 3),
-            "do_stages": (2,),  # One made a step wait for its load: never the best on an H200.
+            "do_stages": (2,),  # With one stage, a step waits for its load: never the fastest on an H200.
             "ds_stages": (2, 1),
             "overlap": (True, False),
             "section": tuple(sections),

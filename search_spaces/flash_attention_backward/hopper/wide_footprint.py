@@ -1,4 +1,4 @@
-"""What a launch of the backward pass of wide heads demands of a Hopper GPU, where that is not what narrow heads do."""
+"""The footprint of the attention gradients of wide heads on Hopper, as changes to that of narrow heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from search_spaces.space import Columns
 
 
 def of_wide(p: FlashAttentionBackwardProblem, s: Columns, found: Footprint) -> Footprint:
-    """`found` of the same arithmetic and traffic, with the registers and on-chip reads of wide heads.
+    """Returns `found`, the footprint for narrow heads, with the registers, on-chip reads and stages of wide heads.
 
-    Both consumers read all rows of k and v, and P^T and dS^T whole, the latter once for each part of dq. With one
-    stage, too, d_out is loaded while others multiply: what arrives ahead of its use is the mean of both rings.
+    Both consumers read all rows of k and v, all of P^T, and all of dS^T once for dk and once for each part of dq. Even
+    with one stage, d_out is loaded during other products; the effective number of stages is the mean of both pipelines.
     """
     plan, pairs = WidePlan(p, s), BLOCK_KV * BLOCK_Q
     own_h, own_hv = plan.own_columns

@@ -1,12 +1,14 @@
-"""The gradients of attention of wide heads on Hopper: two consumer warpgroups have half of the columns each.
+"""The attention gradients of wide heads on Hopper: each of two consumer warpgroups computes half of the columns.
 
-64 rows of dk and of dv, of 256 columns, are more than one warpgroup's registers: so a CTA owns 64 rows of k and v, and
-each of two consumers computes half of the columns of dk, dv and dq. Of S^T = k q^T and dP^T = v d_out^T, which sum over
-all columns, each computes half of the queries; P^T and dS^T meet in SMEM, in 16 bits. dq, too, is added up by TMA.
+64 rows of dk and dv with 256 columns exceed the registers of one warpgroup. A CTA therefore owns 64 rows of k and v,
+and each of two consumers computes half of the columns of dk, dv and dq. S^T = k q^T and dP^T = v d_out^T are sums over
+all columns, so each consumer computes them for half of the queries. The consumers exchange P^T and dS^T in 16 bits
+through SMEM. TMA adds dq to float32 sums, as for narrow heads.
 
-**Order of a step**: dv and a part of dq start; d_out, free when dv is there, is loaded again while the others multiply.
-With `overlap` S^T of the next step starts ahead of the last part of dq and of dk, so that its exponentials run beside
-these; without, behind them, when its q has had more time to arrive, and the exponentials run beside dP^T.
+**Order of a step.** dv and the first part of dq are started. When dv is complete, d_out is released, and its next load
+overlaps the other products. With `overlap`, S^T of the next step is started before the remaining parts of dq and dk,
+and its exponentials overlap later products. Without `overlap`, S^T is started after dk, which gives its q more time to
+arrive, and the exponentials overlap dP^T.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from search_spaces.jax_compat import interprets, load, plgpu
 
 
 def wide_scratch(plan: WidePlan) -> dict[str, Any]:
-    """The arrays and barriers of a CTA, by name."""
+    """Returns the arrays and barriers of a CTA, by name."""
     s, dtype = plan.schedule, jnp.dtype(plan.problem.dtype)
     k, v, q, d_out = (plan.tile(x, n) for x, n in zip(OPERANDS, (BLOCK_KV,) * 2 + (s.block_q,) * 2, strict=True))
     ds = swizzled(plan.ds_swizzle, dtype.itemsize)
@@ -66,7 +68,7 @@ def wide_scratch(plan: WidePlan) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class WideCta(Cta):
-    """What the warpgroups of one CTA do; the producer does what it does for narrow heads."""
+    """The code of the warpgroups of one CTA; the producer is the same as for narrow heads."""
 
     plan: WidePlan
 
@@ -78,7 +80,7 @@ class WideCta(Cta):
             half, rows = self._half(wg, operand)
             rows_of_heads.load(half, self.gmem[operand], place, rows, smem["kv_full"])
         plgpu.barrier_wait(smem["kv_full"])
-        for operand in ("k", "v"):  # All of it, as each consumer multiplies all of it.
+        for operand in ("k", "v"):  # Zeros all rows, because each consumer reads all rows.
             self._zero_keys(operand, BLOCK_KV, 0, self.blocks.first_key)
 
         first, last = self.blocks.start, self.blocks.end - 1
@@ -90,7 +92,7 @@ class WideCta(Cta):
         )
         dk, dv = self._step(wg, last, carry, last=True)
 
-        self._meet()  # Nobody reads k and v any more.
+        self._meet()  # From here on, no consumer reads k or v.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
             columns = gradient.shape[1]
             value = self.blocks.there(self.blocks.first_key, gradient).astype(plan.problem.dtype)
@@ -104,13 +106,13 @@ class WideCta(Cta):
         plgpu.wait_smem_to_gmem(0)
 
     def _half(self, wg: Any, operand: str) -> tuple[SmemTile, Any]:
-        """The rows of k or v that this consumer copies: their tile, and they in SMEM."""
+        """Returns the tile of the rows of k or v that this consumer copies, and these rows in SMEM."""
         count = BLOCK_KV // CONSUMERS
         rows = self.plan.tile(operand, BLOCK_KV).part(self.smem[operand], 0, pl.ds(wg * count, count), slice(None))
         return self.plan.tile(operand, count), rows
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
-        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
+        """Advances from P^T and dP^T of a step to those of the next step; the `last` step returns dk and dv."""
         plan, smem, own = self.plan, self.smem, products.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
@@ -151,7 +153,7 @@ class WideCta(Cta):
         return dk, dv, *p_and_slope, dp
 
     def _share(self, own: Any, step: Any, probability: Any, slope: Any, dp: Any) -> None:
-        """Leaves P^T and dS^T of this consumer's queries in SMEM, and waits for those of the other."""
+        """Writes P^T and dS^T of this consumer's queries to SMEM, and waits for those of the other consumer."""
         plan, smem = self.plan, self.smem
         _, do_stage, ds_stage = self._stages(step)
         queries = pl.ds(own * plan.own_queries, plan.own_queries)
@@ -159,13 +161,13 @@ class WideCta(Cta):
         ds = probability * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         ds = ds * slope[0] if slope else ds
         if plan.schedule.ds_stages == 1:
-            self._meet()  # All have multiplied those of the step before.
+            self._meet()  # All consumers have used P^T and dS^T of the previous step.
         smem["p"][ds_stage, :, queries] = probability.astype(plan.problem.dtype)
         smem["ds"][ds_stage, :, queries] = ds.astype(plan.problem.dtype)
         self._meet()
 
     def _zero(self, own: Any) -> Any:
-        """An index of all rows of k or v, without LLVM's knowing that it is 0: see `products.own_index`."""
+        """Returns index 0 of the array of k or v, in a form that LLVM cannot fold; see `products.own_index`."""
         return lax.div(own, jnp.int32(CONSUMERS))
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
@@ -181,7 +183,7 @@ class WideCta(Cta):
         )
 
     def _start_gradient(self, own: Any, acc: jax.Array, a: Any, operand: str, stage: Any) -> jax.Array:
-        """This consumer's columns of dk or dv, of those of q or d_out."""
+        """Starts the product for this consumer's columns of dk or dv."""
         columns = acc.shape[1]
         return products.start(
             acc,
@@ -211,7 +213,7 @@ class WideCta(Cta):
         )
 
     def _store_dq_part(self, own: Any, step: Any, part: int, dq: jax.Array) -> None:
-        """Adds some columns of dq to the sums in device memory."""
+        """Adds a part of the columns of dq to the sums in device memory."""
         member, row = self.blocks.at(step)
         head = self.kv_head * self.plan.problem.group + member
         rows = pl.ds(row, self.plan.schedule.block_q)
@@ -219,7 +221,7 @@ class WideCta(Cta):
         products.add(sums, dq, self.smem["dq"].at[own])
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
-        """P^T of this consumer's queries in float32, and where logits are capped the derivative of the cap."""
+        """Returns P^T of this consumer's queries in float32, and the derivative of the cap if logits are capped."""
         p, queries = self.plan.problem, self.plan.own_queries
         stage, _, _ = self._stages(step)
         lse = load(self.smem["lse"].at[stage, pl.ds(wg * queries, queries)], plgpu.Layout.WGMMA.reduce(0))

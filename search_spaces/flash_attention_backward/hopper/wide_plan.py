@@ -1,4 +1,4 @@
-"""The arrays of one CTA of the backward pass of wide heads, whose dk and dv two consumers share by columns."""
+"""Extents of the backward pass of wide heads, in which two consumers share the columns of dk and dv."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from search_spaces.flash_attention_backward.problem import FlashAttentionBackwar
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.space import round_up
 
-# Of 128 columns at most, 64 rows of dk and of dv fit into one consumer's registers.
+# Maximum columns for which 64 rows of dk and dv fit into the registers of one consumer.
 MOST_NARROW = 128
 HEAD_DIMS = (64, 128, 192, 256)
 BLOCK_KV = WGMMA_ROWS
-BLOCK_Q = WGMMA_ROWS  # dq's rows are wgmma's.
-# Columns of dq that a consumer multiplies at once: more leave the products beside them too few registers.
+BLOCK_Q = WGMMA_ROWS  # The rows of dq are the rows of wgmma.
+# Maximum columns of dq per product of a consumer. More would leave too few registers for the concurrent products.
 MOST_DQ_COLUMNS = 96
 
 
@@ -26,7 +26,7 @@ def is_wide(p: FlashAttentionBackwardProblem) -> bool:
 
 
 def refusal(p: FlashAttentionBackwardProblem) -> str | None:
-    """Why a problem of wide heads is not supported."""
+    """Returns why a problem of wide heads is not supported, or None."""
     if p.deterministic:
         return "adds dq of wide heads up in the order of arrival, which differs from run to run"
     for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
@@ -41,9 +41,10 @@ def plan_of(p: FlashAttentionBackwardProblem, schedule: Any) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class WidePlan(Plan):
-    """A CTA owns 64 rows of k and v. Of S and dP a consumer has half of the queries, of gradients half of the columns.
+    """Extents for wide heads: a CTA owns 64 rows of k and v.
 
-    dq goes through SMEM a few columns at a time.
+    A consumer computes S and dP for half of the queries, and half of the columns of the gradients. dq is staged in SMEM
+    a few columns at a time.
     """
 
     @property
@@ -52,17 +53,17 @@ class WidePlan(Plan):
 
     @property
     def own_queries(self) -> int:
-        """Of a step, those whose S and dP a consumer computes."""
+        """Queries per step whose S and dP a consumer computes."""
         return BLOCK_Q // CONSUMERS
 
     @property
     def own_columns(self) -> tuple[int, int]:
-        """Of dk and dq, and of dv, those that a consumer computes."""
+        """Columns of dk and dq, and of dv, that a consumer computes."""
         return self.problem.head_dim // CONSUMERS, self.problem.value_dim // CONSUMERS
 
     @property
     def dq_columns(self) -> int:
-        """Of those, what is multiplied at once."""
+        """Columns of dq per product of a consumer."""
         own, _ = self.own_columns
         return own if own <= MOST_DQ_COLUMNS else own // 2
 
@@ -88,7 +89,7 @@ class WidePlan(Plan):
 
     @property
     def ds_swizzle(self) -> int:
-        """Bytes of a swizzled row of P^T and dS^T, of which a consumer writes whole ones."""
+        """Bytes of a swizzled row of P^T and dS^T; a consumer writes whole rows."""
         return int(np.gcd(self.own_queries * self.itemsize, 128))
 
     @property

@@ -1,4 +1,4 @@
-"""The schedules of the backward pass of wide heads on Hopper, and why there are no others."""
+"""The search space of the attention gradients of wide heads on Hopper, with a reason for each rule."""
 
 from __future__ import annotations
 
