@@ -139,7 +139,7 @@ def _other_schedule(text: str, draw: random.Random) -> tuple[str, str]:
             lambda: schedule.pop(name),
             lambda: schedule.update(unknown=1),
             lambda: schedule.clear(),
-            lambda: parsed["entries"][0].update(backend=draw.choice(("mosaic_gpu", "xla", "", "portable", "nobody"))),
+            lambda: parsed["entries"][0].update(backend=draw.choice(("mosaic_gpu", "xla", "", "interpret", "nobody"))),
             lambda: parsed["entries"][0].update(version=draw.choice((0, 2, 2**62))),
             lambda: parsed.update(versions=draw.choice(({}, {"interpret": 2}, {"nobody": 1}))),
             lambda: schedule.update({f"field{i}": i for i in range(5000)}),
