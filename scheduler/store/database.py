@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from scheduler.core.errors import StoreError
 from scheduler.core.redaction import redacted, shown_url, tells
 from scheduler.store import postgres
-from scheduler.store.schema import OLDEST, SERIAL, VERSION, Step
+from scheduler.store.schema import OLDEST, SERIAL, VERSION
 
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
 BUSY_TIMEOUT_S = 30
@@ -50,7 +50,7 @@ class Database:
       StoreError: an invalid URL, an unsupported database, or a missing driver.
     """
 
-    def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[Step]]) -> None:
+    def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[str]]) -> None:
         self.readonly = readonly
         self._migrations = migrations
         self._ready = False
@@ -201,10 +201,7 @@ class Database:
             if version >= today:
                 return version
             for step in itertools.chain(*self._migrations[version:]):
-                if isinstance(step, str):
-                    connection.exec_driver_sql(step.format(serial=SERIAL[self._dialect]))
-                else:
-                    step(connection)
+                connection.exec_driver_sql(step.format(serial=SERIAL[self._dialect]))
             connection.execute(sa.update(VERSION).values(version=today))
             return today
 

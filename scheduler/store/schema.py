@@ -1,8 +1,8 @@
-"""The tables of a store, and the migrations from older schemas to the current one."""
+"""The tables of a store, and the SQL that creates the current schema."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 
@@ -50,10 +50,9 @@ def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
     }
 
 
-Step = str | Callable[[sa.Connection], None]
 # The steps from schema version i to i + 1, for each i. A released step never changes, so that a file of any age ends up
 # the same. {serial} is a number that the database increments.
-MIGRATIONS: tuple[Sequence[Step], ...] = (
+MIGRATIONS: tuple[Sequence[str], ...] = (
     (
         "CREATE TABLE schema_version (version BIGINT NOT NULL)",
         "INSERT INTO schema_version VALUES (0)",

@@ -32,7 +32,6 @@ from scheduler.store.schema import (
     LEASES,
     MIGRATIONS,
     SCHEDULES,
-    Step,
 )
 from scheduler.store.similar import CANDIDATES, similar
 from scheduler.store.studies import Described, Studies
@@ -63,7 +62,7 @@ class Store:
     """
 
     def __init__(
-        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[Step], ...] = MIGRATIONS
+        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[str], ...] = MIGRATIONS
     ) -> None:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
