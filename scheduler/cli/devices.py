@@ -10,7 +10,7 @@ from scheduler.cli.arguments import usage_errors
 
 if TYPE_CHECKING:
     from scheduler.measure.runner import RunnerOptions
-    from scheduler.search.places import Device
+    from scheduler.search import places
     from search_spaces.operation import Operation
 
 Devices = Annotated[
@@ -19,20 +19,20 @@ Devices = Annotated[
 ]
 
 
-def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[Device]:
-    """Returns the devices that `text` names. Without a GPU, "all" means this CPU.
+def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[places.Device]:
+    """The devices that `text` names, as places where problems are tuned; without a GPU "all" is this CPU.
 
     Raises:
       BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
     """
     from scheduler.measure.gpu import Gpu
-    from scheduler.search.places import Device, gpus
+    from scheduler.search import places
 
     chips = Gpu.chips()
     if text == "all" and not chips:
-        return [Device.for_(operation, options, "the CPU")]
+        return [places.Device.for_(operation, options, "the CPU")]
     with usage_errors():
-        return gpus(operation, _indices(text, chips), options)
+        return places.gpus(operation, _indices(text, chips), options)
 
 
 def _indices(text: str, chips: dict[int, str]) -> list[int]:

@@ -127,9 +127,9 @@ def _say_elsewhere(keys: Sequence[Key], here: Hardware) -> None:
 
 
 def _nothing(store: Store, settled: int) -> str:
-    from scheduler.dispatch import missed
+    from scheduler.dispatch import missed as asked
 
     if settled:
         return f"Records have settled all {settled} misses in {store.location}; --all lists them."
-    off = "" if missed.noted() else f": {missed.ENVIRONMENT} turns the noting of them off"
+    off = "" if asked.noted() else f": {asked.ENVIRONMENT} turns the noting of them off"
     return f"No misses are in {store.location}{off}."

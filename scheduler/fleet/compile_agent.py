@@ -13,7 +13,8 @@ from scheduler.measure.compilers import Compilers, count_of, read_files, write_f
 from scheduler.measure.conversation import replied
 from scheduler.measure.limits import Limits
 from scheduler.measure.protocol import Answer, Request, decode, encode
-from scheduler.measure.runner import RunnerOptions, Task
+from scheduler.measure.runner import RunnerOptions
+from scheduler.measure.runner import Task as MeasureTask
 from search_spaces import load
 from search_spaces.kernel import Target
 
@@ -58,7 +59,7 @@ class CompileAgent:
 
     def _answer(self, request: Request, limits: Limits) -> Answer:
         operation = load(request.operation)
-        task = Task(
+        task = MeasureTask(
             operation,
             operation.problem.from_canonical(request.problem),
             request.backend,

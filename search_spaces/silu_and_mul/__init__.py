@@ -20,4 +20,3 @@ SILU_AND_MUL = Operation[SiluAndMulProblem](
     shard=of_rows.shard,
 )
 
-__all__ = ["SILU_AND_MUL", "SiluAndMulProblem"]

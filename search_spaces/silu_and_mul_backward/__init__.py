@@ -16,4 +16,3 @@ SILU_AND_MUL_BACKWARD = Operation[SiluAndMulBackwardProblem](
     shard=rules.shard,
 )
 
-__all__ = ["SILU_AND_MUL_BACKWARD", "SiluAndMulBackwardProblem"]

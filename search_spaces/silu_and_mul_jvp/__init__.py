@@ -26,4 +26,3 @@ SILU_AND_MUL_JVP = Operation[SiluAndMulJvpProblem](
     shard=rules.shard,
 )
 
-__all__ = ["SILU_AND_MUL_JVP", "SiluAndMulJvpProblem"]

@@ -22,4 +22,3 @@ SOFTMAX = Operation[SoftmaxProblem](
     shard=rules.shard,
 )
 
-__all__ = ["SOFTMAX", "SoftmaxProblem"]

@@ -18,4 +18,3 @@ SOFTMAX_WITH_LSE = Operation[SoftmaxWithLseProblem](
     front_end=front_end.bind,
 )
 
-__all__ = ["SOFTMAX_WITH_LSE", "SoftmaxWithLseProblem"]

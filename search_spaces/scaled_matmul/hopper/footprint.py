@@ -8,7 +8,7 @@ import numpy as np
 
 from search_spaces.footprint import Footprint, Operand
 from search_spaces.hopper.limits import WARPGROUP
-from search_spaces.matmul.hopper.footprint import footprint as of_product
+from search_spaces.matmul.hopper.footprint import footprint as footprint_of_product
 from search_spaces.matmul.hopper.footprint import registers_per_block
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.scaled_matmul.hopper.space import scaling
@@ -18,7 +18,7 @@ from search_spaces.space import Columns
 
 def footprint(p: ScaledMatmulProblem, s: Columns) -> Footprint:
     """Returns the footprint; with scales by blocks, a consumer holds two sets of accumulators."""
-    product, t = of_product(p.product, s), Tiling(p.product, s)
+    product, t = footprint_of_product(p.product, s), Tiling(p.product, s)
     by_steps, results = scaling(p).by_steps, s.tile_m * s.tile_n
     registers = product.registers + by_steps * (t.wg_m * t.wg_n // WARPGROUP)
     a_scale, b_scale = (x.size * x.dtype.itemsize for x in p.operands()[2:])

@@ -10,7 +10,7 @@ import numpy as np
 from search_spaces.hopper.limits import WARPGROUP
 from search_spaces.matmul.hopper.scales import Scaling
 from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule
-from search_spaces.matmul.hopper.space import space as of_product
+from search_spaces.matmul.hopper.space import space as space_of_product
 from search_spaces.scaled_matmul.problem import BLOCK, ScaledMatmulProblem
 from search_spaces.space import Space
 
@@ -26,7 +26,7 @@ MOST_ACCUMULATORS = 160
 
 def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
     """Returns the schedules without swap_ab and without split-K; with scales by blocks, a step is one block."""
-    product = of_product(problem.product, cores)
+    product = space_of_product(problem.product, cores)
     kept: dict[str, tuple[Any, ...]] = {
         "swap_ab": (False,),
         "split_k": (1,),
