@@ -58,13 +58,13 @@ def compiled(run: Callable[..., Any], operands: Sequence[Any], hardware: Any, fo
     """The kernel of `run`, the only one that it launches, for a chip of `scheduler.core.hardware`; after `prepare`."""
     import jax
 
-    from scheduler.measure.lowered import asked_onchip_bytes
+    from scheduler.measure.build import requested_onchip_bytes
 
     lowered, before = lowered_for(run, operands, hardware), set(folder.glob("*.ptx"))
     lowered.compile()
     (ptx,) = set(folder.glob("*.ptx")) - before
     jax.clear_caches()
-    return Compiled(ptx, *assembled(ptx, hardware.architecture), asked_onchip_bytes(lowered))
+    return Compiled(ptx, *assembled(ptx, hardware.architecture), requested_onchip_bytes(lowered))
 
 
 def assembled(ptx: Path, architecture: str) -> tuple[int, int]:

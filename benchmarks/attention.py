@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from suite import answers, cell, conclude, found, search, time_all
 
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.core.hardware import Hardware, detect
 from scheduler.core.records import Record
 from scheduler.measure.pool import start_runner

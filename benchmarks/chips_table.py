@@ -12,7 +12,7 @@ from harness import ROOT
 from markdown_page import line, table
 
 from scheduler.core.records import Record
-from scheduler.inspect.coverage import coverage
+from scheduler.inspect.doctor import coverage
 from scheduler.store import text_files
 
 PAGE = ROOT / "docs" / "use" / "chips.md"

@@ -30,11 +30,11 @@ from rich.table import Table
 from scheduler.core.hardware import GIB
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Trial
+from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import ALLOCATOR_RETRY_S, RUN_LIMIT_S
 from scheduler.measure.pool import Pool
-from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import RunnerOptions
+from scheduler.measure.subprocess_pipe import ALLOCATOR_RETRY_S, RUN_LIMIT_S
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
@@ -126,7 +126,7 @@ def _large(fault: str, times: int, runner: Pool) -> list[Row]:
     n = next(
         n
         for n in itertools.count(2**22, 2**22)
-        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._memory_bytes // 2
+        if needed_buffer_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._memory_bytes // 2
     )
     rows = [
         _searched(fault, 1, problem, runner)

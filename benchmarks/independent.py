@@ -10,8 +10,8 @@ from typing import Any
 
 from harness import told
 
+from scheduler.core.interrupts import Threads
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
-from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool

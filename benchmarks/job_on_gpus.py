@@ -20,8 +20,8 @@ from typing import IO, Any
 from harness import ROOT
 
 from scheduler.core.hardware import CPU
-from scheduler.functions.counted import Counted
-from scheduler.functions.job_text import written
+from scheduler.functions.equations import ProblemCount
+from scheduler.functions.problem_report import job_text
 from scheduler.measure.gpu import Gpu
 from scheduler.search.jobs import Task
 from scheduler.store.database import CACHE_VARIABLE
@@ -53,8 +53,8 @@ class Ran:
 
 def job_of(tasks: Sequence[Task]) -> str:
     """The tasks as a job's text."""
-    rows = tuple(Counted(task.operation, task.problem, task.count, (), 0.0) for task in tasks)
-    return written(rows, "Problems that were drawn")
+    rows = tuple(ProblemCount(task.operation, task.problem, task.count, (), 0.0) for task in tasks)
+    return job_text(rows, "Problems that were drawn")
 
 
 def limited(job: str, budget: int, seconds: float | None = None) -> str:

@@ -37,7 +37,7 @@ from scheduler.core import hardware
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import environment as measured
 from scheduler.store.database import CACHE_VARIABLE
-from scheduler.store.place import default_url
+from scheduler.store.store import default_url
 from search_spaces import jax_compat
 from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL

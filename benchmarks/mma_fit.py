@@ -54,7 +54,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """One row for each of so many legal schedules, of as many drawn problems."""
     from scheduler.core import hardware
-    from scheduler.model import feasibility
+    from scheduler.model import pruning
     from search_spaces import load
     from search_spaces.space import Columns
 
@@ -80,7 +80,7 @@ def measured(
             continue
         row |= {"registers": found.registers, "spilled_bytes": found.spilled_bytes, "onchip_bytes": found.onchip_bytes}
         for other in map(hardware.find, also):
-            if feasibility.illegal(kernel, problem, other, dataclasses.asdict(schedule)) is None:
+            if pruning.illegal(kernel, problem, other, dataclasses.asdict(schedule)) is None:
                 registers, spilled = absent_gpu.assembled(found.ptx, other.architecture)
                 row[other.architecture] = {"registers": registers, "spilled_bytes": spilled}
         found.ptx.unlink()

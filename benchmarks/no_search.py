@@ -29,15 +29,14 @@ from rich.table import Table
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point, fields_of, key_of
-from scheduler.core.records import Calibration, Environment, Measurement, Record, Trial
+from scheduler.core.records import Calibration, Environment, Measurement, Point, Record, Trial, fields_of, key_of
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, fit, observed
+from scheduler.model.constants import ProblemPoint
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from scheduler.model.residuals import ProblemPoint
 from scheduler.prediction.predict import predict
-from scheduler.search import dataset
+from scheduler.search import sweep
 from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces import Operation, Problem, load
@@ -109,9 +108,11 @@ def judge(
 ) -> tuple[list[dict[str, Any]], Sequence[Environment]]:
     """A row for each problem, and under which environments it was measured."""
     paths = sweeps_of(hardware, operation.name)
-    swept = dataset.merged([dataset.recorded(operation, path) for path in paths]) if paths else None
-    with_records = dataset.stored(operation, hardware, store_of(records))
-    together = dataset.merged([part for part in (swept, with_records) if part is not None])
+    swept = (
+        sweep.merged_measurements([sweep.recorded_measurements(operation, path) for path in paths]) if paths else None
+    )
+    with_records = sweep.stored_measurements(operation, hardware, store_of(records))
+    together = sweep.merged_measurements([part for part in (swept, with_records) if part is not None])
     known = [known_of(operation, hardware, problem, swept, with_records) for problem in together.trials]
     seen = {
         kernel.backend: [
@@ -181,8 +182,8 @@ def known_of(
     operation: Operation[Any],
     hardware: Hardware,
     problem: Problem,
-    swept: dataset.Measured | None,
-    recorded: dataset.Measured,
+    swept: sweep.Measured | None,
+    recorded: sweep.Measured,
 ) -> Known:
     """All times of one problem; of one that was swept those of its sweep, as they met the same conditions."""
     trials = (swept.trials.get(problem) if swept is not None else None) or recorded.trials[problem]
@@ -230,7 +231,7 @@ def regrets_of(hardware: Hardware) -> dict[str, list[float]]:
     for path in sweeps_of(hardware):
         head, _ = replay.read(path)
         operation = load(head.operation)
-        swept = dataset.recorded(operation, path)
+        swept = sweep.recorded_measurements(operation, path)
         (problem,) = swept.trials
         for kernel in operation.kernels:
             seen = None if kernel.library else observed(kernel, problem, hardware, swept.trials[problem])

@@ -38,12 +38,10 @@ from scipy.stats import kendalltau
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import point_of
-from scheduler.core.records import Measurement, Sweep, Trial
+from scheduler.core.records import Measurement, Sweep, Trial, point_of
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, observed
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants, CostModel
 from scheduler.search.named_samplers import SAMPLERS, sampler_of
 from scheduler.search.search import Search
 from search_spaces import load

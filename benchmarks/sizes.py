@@ -21,9 +21,9 @@ from rich.table import Table
 
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import Failure
+from scheduler.measure.buffers import least_buffer_bytes, needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
-from scheduler.measure.rotation import least_bytes, needed_bytes
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search import jobs
 from scheduler.store.store import Store
@@ -98,8 +98,8 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
     return {
         "problem": str(task),
         "result_gb": nbytes(task.problem.result()) / 1e9,
-        "least_gb": least_bytes(task.problem) / 1e9,
-        "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
+        "least_gb": least_buffer_bytes(task.problem) / 1e9,
+        "needed_gb": needed_buffer_bytes(task.problem, runner.hardware) / 1e9,
         "state": result.state,
         "reason": result.reason,
         "trials": len(trials),

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 from harness import RESULTS, ROOT, Kept, environment, paced, write_result
 from independent import REPETITIONS
 
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Record
+from scheduler.core.records import Entry, Record, key_of
 from scheduler.measure.runner import Runner
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search import jobs
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

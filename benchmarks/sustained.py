@@ -33,8 +33,8 @@ from scipy.stats import kendalltau
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
-from scheduler.functions.in_turns import sample, turns_on
+from scheduler.core.records import key_of
+from scheduler.functions.comparison import interleaves_on, sample_seconds
 from scheduler.measure.runner import environment as measured
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import prune
@@ -94,7 +94,7 @@ def row(
     chosen = _chosen(operation, problem, chip, store, schedules)
     operands = [problem.inputs(seed) for seed in range(SETS)]
     calls, failures = _compiled(problem, chip, chosen, operands)
-    with turns_on(jax.devices()[:1]), _energy_counter() as joules:
+    with interleaves_on(jax.devices()[:1]), _energy_counter() as joules:
         burst = _bursts(calls)
         sustained, energy = _sustained(calls, rounds, joules)
     lines = [
@@ -201,7 +201,7 @@ def _bursts(calls: Mapping[str, Call]) -> dict[str, list[float]]:
         for label in order.sample(list(calls), len(calls)):
             time.sleep(REST_S)
             if jax.default_backend() == "cpu":
-                taken[label].append(sample(calls[label], 1, AHEAD))
+                taken[label].append(sample_seconds(calls[label], 1, AHEAD))
             else:
                 taken[label].append(statistics.median(jax_compat.device_seconds(calls[label], BURST_CALLS)))
     return taken
@@ -211,16 +211,16 @@ def _sustained(
     calls: Mapping[str, Call], rounds: int, joules: Callable[[], float] | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds and joules of a call in rounds without a rest, in another order each."""
-    sizes = {label: max(1, round(SAMPLE_S / sample(call, 2, AHEAD))) for label, call in calls.items()}
+    sizes = {label: max(1, round(SAMPLE_S / sample_seconds(call, 2, AHEAD))) for label, call in calls.items()}
     taken: dict[str, list[float]] = {label: [] for label in calls}
     energy: dict[str, list[float]] = {label: [] for label in calls}
     order, until = random.Random(0), time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
-        sample(next(iter(calls.values())), next(iter(sizes.values())), AHEAD)
+        sample_seconds(next(iter(calls.values())), next(iter(sizes.values())), AHEAD)
     for _ in range(rounds):
         for label in order.sample(list(calls), len(calls)):
             before = joules() if joules else 0.0
-            taken[label].append(sample(calls[label], sizes[label], AHEAD))
+            taken[label].append(sample_seconds(calls[label], sizes[label], AHEAD))
             if joules:
                 energy[label].append((joules() - before) / sizes[label])
     return taken, energy

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.core.hardware import Hardware, find
-from scheduler.measure import static_profile
+from scheduler.measure import estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 # A process gives way to a new one after so many programs: the compiler keeps some of what it took for each.
@@ -104,7 +104,7 @@ class Asked:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), self._hardware.kind],
-            env=os.environ | static_profile.environment(reports, self._hardware) | {"PYTHONPATH": paths},
+            env=os.environ | estimate.profile_environment(reports, self._hardware) | {"PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # libtpu writes the source of every program that it refuses
@@ -138,8 +138,8 @@ def answer(question: Mapping[str, Any], hardware: Hardware) -> dict[str, Any]:
 
     try:
         schedule = kernel.space(problem, hardware.target).decode(question["schedule"])
-        return vars(static_profile.profile(run, problem.operands(), hardware)).copy()
-    except static_profile.OutOfOnchipMemory as refusal:
+        return vars(estimate.static_profile(run, problem.operands(), hardware)).copy()
+    except estimate.OutOfOnchipMemory as refusal:
         return {"refused_bytes": refusal.asked}
     except Exception as error:  # whatever lowering and compiling raise is news of this schedule
         return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}

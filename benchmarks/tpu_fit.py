@@ -39,12 +39,12 @@ from scipy.stats import kendalltau
 from tpu_compiler import Compiler
 from tpu_problems import PROBLEMS
 
+from scheduler.core.chip_table import TPUS
 from scheduler.core.hardware import Hardware, find
 from scheduler.core.records import Environment
-from scheduler.core.tpus import TPUS
-from scheduler.measure import static_profile
+from scheduler.measure import estimate
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import onchip_demand, onchip_limit
+from scheduler.model.pruning import onchip_demand, onchip_limit
 from scheduler.model.traffic import block_count, column
 from search_spaces import Operation, Problem, load
 from search_spaces.kernel import Kernel
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.work / "compiled.jsonl"
     operations = [one for name in options.operations if BACKEND in (one := load(name)).backends]
     for hardware in map(find, options.chips):
-        if (reason := static_profile.missing(hardware)) is not None:
+        if (reason := estimate.missing_compiler(hardware)) is not None:
             raise SystemExit(reason)
         cases = [case for one in operations for case in cases_of(one, hardware)]
         drawn = [

@@ -19,9 +19,9 @@ from problems import REHEARSED, REPEATED
 from rich.console import Console
 from rich.table import Table
 
+from scheduler.core.interrupts import Threads
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Record
-from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, Task

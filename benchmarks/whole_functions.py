@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scheduler.core import hardware
-from scheduler.functions import in_turns
+from scheduler.functions import comparison
 from search_spaces import jax_compat
 
 Run = Callable[[], Any]
@@ -32,7 +32,7 @@ def wall_times(
       seconds: of rounds for each version; 0 is `SECONDS_OF_VERSION`.
     """
     first, *others = runs
-    walls = in_turns.compare(
+    walls = comparison.time_interleaved(
         runs, seconds=(seconds or SECONDS_OF_VERSION) * len(runs), at_least_rounds=12, devices=devices
     )
     line: dict[str, Any] = {}

@@ -11,8 +11,7 @@ import numpy as np
 
 from scheduler import tuned_matmul
 from scheduler.core import hardware
-from scheduler.core.identity import key_of
-from scheduler.core.records import Record
+from scheduler.core.records import Record, key_of
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem

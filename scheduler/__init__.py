@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         tuned_silu_and_mul,
         tuned_softmax,
     )
-    from scheduler.attention import tuned_flash_attention
     from scheduler.core.errors import (
         CacheMiss,
         IllegalSchedule,
@@ -34,12 +33,15 @@ if TYPE_CHECKING:
     from scheduler.functions.plan import plan
     from scheduler.functions.problems import problems
     from scheduler.functions.tune_function import tune_function
-    from scheduler.gated_matmul import tuned_gated_matmul
-    from scheduler.matmul import tuned_matmul
     from scheduler.measure.replay import Replay
-    from scheduler.norms import tuned_rms_norm
-    from scheduler.scaled_matmul import tuned_scaled_matmul
     from scheduler.store.store import Store
+    from scheduler.tuned_calls import (
+        tuned_flash_attention,
+        tuned_gated_matmul,
+        tuned_matmul,
+        tuned_rms_norm,
+        tuned_scaled_matmul,
+    )
 
 __all__ = [
     "CacheMiss",
@@ -84,11 +86,11 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
-    "tuned_flash_attention": "scheduler.attention",
-    "tuned_gated_matmul": "scheduler.gated_matmul",
-    "tuned_matmul": "scheduler.matmul",
-    "tuned_rms_norm": "scheduler.norms",
-    "tuned_scaled_matmul": "scheduler.scaled_matmul",
+    "tuned_flash_attention": "scheduler.tuned_calls",
+    "tuned_gated_matmul": "scheduler.tuned_calls",
+    "tuned_matmul": "scheduler.tuned_calls",
+    "tuned_rms_norm": "scheduler.tuned_calls",
+    "tuned_scaled_matmul": "scheduler.tuned_calls",
 }
 
 

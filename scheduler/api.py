@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.core import checked, safe_text
+from scheduler.core import arguments, text
 from scheduler.core import hardware as chips
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
@@ -27,13 +27,12 @@ from scheduler.measure.runner import RunnerOptions
 from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
-from search_spaces import OPERATIONS, end_load, load, run_by
-from search_spaces.autotuned.rebinding import drop_traces
-from search_spaces.operation import Bound, Operation, Unbound
+from search_spaces import OPERATIONS, load, run_by, stop_script_import
+from search_spaces.autotuned.names import drop_traces
+from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import Problem
 from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX
-from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE
+from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 from search_spaces.space import unknown
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def target(kind: str) -> Iterator[None]:
     Raises:
       ValueError: unknown chip; the message lists the known ones.
     """
-    chips.find(checked.text("kind", kind))
+    chips.find(arguments.checked_text("kind", kind))
     with calls.target(kind):
         yield
 
@@ -243,10 +242,10 @@ def tune(
       TypeError: an argument of the wrong type or an unknown name; the message says what is expected.
       NoCandidate, CandidateFailed, WorkerError: as in `search.tuner.tune`.
     """
-    end_load()
+    stop_script_import()
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
-    checked.text("hardware", hardware)
+    arguments.checked_text("hardware", hardware)
     search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
     operation, problem = _named(operation, posed, named, frozenset(search))
     recorded = isinstance(search.get("runner"), candidates.Recorded)
@@ -256,7 +255,7 @@ def tune(
         search["options"] = dataclasses.replace(options, hardware=chips.find(hardware).kind)
     record = tuner.tune(operation, problem, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
-        safe_text.warn(lost)
+        text.warn_safely(lost)
     reload()
     if store is None and not recorded:
         dispatch.user_cache().remember(record)
@@ -276,7 +275,7 @@ def predict(
     problem, or of a range that contains it, the result is that record's schedule.
     """
     operation, posed = _named(operation, (problem,))
-    chip = chips.detect() if kind is None else chips.find(checked.text("kind", kind))
+    chip = chips.detect() if kind is None else chips.find(arguments.checked_text("kind", kind))
     found = evidence(dispatch.user_cache(), operation, posed, chip)
     among = named_backends(operation, backends)
     return answer(operation, posed, chip, backends=among, records=found.records, ranges=found.ranges)
@@ -334,11 +333,11 @@ def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[
     Raises:
       ValueError: no kernel supports the call; the message has the reason.
     """
-    bound: list[Bound[Any] | Unbound] = []
+    bound: list[BoundCall[Any] | Unsupported] = []
     named = {name: x for name, x in params.items() if isinstance(x, _ARRAYS)}
     options = {name: x for name, x in params.items() if name not in named}
     jax.eval_shape(lambda xs, named: bound.append(operation.bind(*xs, **named, **options)), tuple(arrays), named)
-    if isinstance(bound[0], Unbound):
+    if isinstance(bound[0], Unsupported):
         raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
     return bound[0].problem
 

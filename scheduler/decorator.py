@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.api import forget, tune, tuned
 from search_spaces.autotuned import operation_of
-from search_spaces.autotuned.statics import Spelled, spelled
-from search_spaces.errors import DeclarationError
+from search_spaces.autotuned.arguments import Spelled, static_to_text
+from search_spaces.space import DeclarationError
 
 if TYPE_CHECKING:
     from search_spaces.footprint import Footprint
@@ -125,7 +125,7 @@ def autotune(
             last = max((place + 1 for place, array in enumerate(arrays) if array in named), default=0)
             given += tuple(named.pop(array, None) for array in arrays[len(given) : last])
             for static, value in named.items():
-                named[static] = Spelled(spelled(static, value))
+                named[static] = Spelled(static_to_text(static, value))
             return given
 
         @functools.wraps(function)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tile_scheduler
 
 if TYPE_CHECKING:
-    from search_spaces.errors import DeclarationError
     from search_spaces.footprint import Footprint, Operand, Phase
     from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem, Tolerance
-    from search_spaces.space import Columns, Space
+    from search_spaces.space import Columns, DeclarationError, Space
+
 
 __all__ = [
     "OPERATIONS",
@@ -49,12 +49,12 @@ _OWN = {
     "rms_norm": "search_spaces.rms_norm:RMS_NORM",
     "add_rms_norm": "search_spaces.add_rms_norm:ADD_RMS_NORM",
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
-    "silu_and_mul_jvp": "search_spaces.silu_and_mul_jvp:SILU_AND_MUL_JVP",
-    "silu_and_mul_backward": "search_spaces.silu_and_mul_backward:SILU_AND_MUL_BACKWARD",
+    "silu_and_mul_jvp": "search_spaces.silu_and_mul:SILU_AND_MUL_JVP",
+    "silu_and_mul_backward": "search_spaces.silu_and_mul:SILU_AND_MUL_BACKWARD",
     "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
     "scaled_matmul": "search_spaces.scaled_matmul:SCALED_MATMUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
-    "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
+    "softmax_with_lse": "search_spaces.softmax:SOFTMAX_WITH_LSE",
     "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
     "flash_attention_backward": "search_spaces.flash_attention_backward:FLASH_ATTENTION_BACKWARD",
 }
@@ -144,7 +144,7 @@ def load_known(name: str) -> Operation[Any]:
     raise ValueError(f"no operation {_unknown(name)}")
 
 
-def spelled(operation: str, canonical: str) -> str:
+def format_problem(operation: str, canonical: str) -> str:
     """Formats the problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``, as `Problem` itself does.
 
     The defaults of an operation that is neither in this package nor loaded are unknown: its text has the fields of the
@@ -218,7 +218,7 @@ class _EndOfLoad(BaseException):
     """
 
 
-def end_load() -> None:
+def stop_script_import() -> None:
     """Stops the execution of a script that is being loaded, keeping its definitions so far; does nothing otherwise.
 
     Workers load the script that defines an operation. A script without a `__main__` guard would go on to the call that

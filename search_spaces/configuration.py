@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 
 
 @contextlib.contextmanager
@@ -56,3 +57,20 @@ def measurements() -> Iterator[None]:
         jax.threefry_partitionable(True),
     ):
         yield
+
+
+# ------------------------------------------------------------------------------
+# Pallas interpreters of whole kernels on a CPU: a kernel runs there, slowly, without its chip.
+
+# Platforms whose kernels can be interpreted unchanged; uninitialized memory is NaN.
+INTERPRETER_PLATFORMS = frozenset({"tpu"})
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Context in which kernels of `PLATFORMS` are interpreted when traced."""
+    try:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+            yield
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()  # an interpreter that raised leaves its memory behind

@@ -24,7 +24,36 @@ import numpy as np
 from jax.extend import core
 
 from search_spaces import configuration
-from search_spaces.jaxprs import is_jaxpr, opened
+
+# ------------------------------------------------------------------------------
+# Helpers for the jaxprs that equations hold; JAX has one or two types of these, depending on its version.
+
+
+def is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
+def opened_jaxpr(jaxpr: Any) -> Any:
+    """Returns a jaxpr without its constants, which newer versions of JAX keep in the same type."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def held_jaxprs(equation: Any) -> Iterator[Any]:
+    """Yields the jaxprs among the parameters of an equation, unopened."""
+    for value in equation.params.values():
+        yield from filter(is_jaxpr, value if isinstance(value, tuple | list) else (value,))
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr in order, including those inside kernels.
+
+    Each equation precedes the equations that it holds.
+    """
+    for equation in opened_jaxpr(jaxpr).eqns:
+        yield equation
+        for inner in held_jaxprs(equation):
+            yield from all_equations(inner)
+
 
 # Fields of equations, and of their parameters, that only give an origin or a derivative rule.
 _SOURCE = frozenset({"name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record"})
@@ -113,7 +142,7 @@ class _Reading:
             yield from self.of(item)
 
     def _jaxpr(self, closed: Any) -> Iterator[str]:
-        jaxpr = opened(closed)
+        jaxpr = opened_jaxpr(closed)
         number: dict[Any, int] = {}
         yield "jaxpr"
         yield from self._items("constants", getattr(closed, "consts", ()))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from search_spaces.errors import DeclarationError
-from search_spaces.space import Column
+from search_spaces.space import Column, DeclarationError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 import numpy as np
 
-from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
-from search_spaces.space import Column, Columns, Space, of_each, one_truth_value, round_up
+from search_spaces.space import Column, Columns, DeclarationError, Space, of_each, one_truth_value, round_up
 
 # Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1

@@ -21,7 +21,7 @@ Params = tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound(Generic[P]):
+class BoundCall(Generic[P]):
     """A call in the form that kernels take.
 
     Attributes:
@@ -38,7 +38,7 @@ class Bound(Generic[P]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Posed(Generic[P]):
+class MatchedEquation(Generic[P]):
     """The problem that an equation of a jaxpr computes, known by shapes alone.
 
     Attributes:
@@ -55,7 +55,7 @@ class Posed(Generic[P]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unbound:
+class Unsupported:
     """A call that no problem describes, which falls back to the library.
 
     Attributes:
@@ -121,8 +121,8 @@ class Operation(Generic[P]):
     batch: Callable[..., Any] | None = None
     vjp_fwd: Callable[..., Any] | None = None
     vjp_bwd: Callable[..., Any] | None = None
-    front_end: Callable[..., Bound[P] | Unbound] | None = None
-    equations: Mapping[Any, Callable[..., Posed[P] | str]] = dataclasses.field(default_factory=dict)
+    front_end: Callable[..., BoundCall[P] | Unsupported] | None = None
+    equations: Mapping[Any, Callable[..., MatchedEquation[P] | str]] = dataclasses.field(default_factory=dict)
     recognise: Callable[[Any], Any] | None = None
     shard: Callable[[P], Sharding[P] | None] | None = None
 
@@ -165,7 +165,7 @@ class Operation(Generic[P]):
         """Returns how the devices of a mesh may divide `problem`; None if they may not."""
         return None if self.shard is None else self.shard(problem)
 
-    def bind(self, *args: Any, **options: Any) -> Bound[P] | Unbound:
+    def bind(self, *args: Any, **options: Any) -> BoundCall[P] | Unsupported:
         """Converts a call as users write it to a problem, its operands, and a function that restores the result.
 
         This is `front_end` if there is one. Otherwise `args` are the operands in the order of `Problem.operands`, and
@@ -181,7 +181,7 @@ class Operation(Generic[P]):
         operands = tuple(jnp.asarray(x) for x in args)
         told = {name: x for name, x in options.items() if name not in self.params}
         params = tuple((name, x) for name, x in options.items() if name in self.params)
-        return Bound(self.problem.of(*operands, **told), operands, params=params)
+        return BoundCall(self.problem.of(*operands, **told), operands, params=params)
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 import jax
@@ -17,9 +19,59 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import reference_programs, special_values
-from search_spaces.dtypes import did_you_mean, dtype_name
-from search_spaces.space import unknown
+from search_spaces import checking
+from search_spaces.space import meant, unknown
+
+# ------------------------------------------------------------------------------
+# Dtypes as text: the short forms that users type, and the names that keys contain.
+
+# Letters with bit counts, as in XLA, Triton and PyTorch; in NumPy's codes i8 has eight bytes.
+_LONG = MappingProxyType(
+    {
+        **{f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("i", "int"), ("s", "int"), ("u", "uint"))
+           for bits in (4, 8, 16, 32, 64)},
+        **{f"{letters}{bits}": f"float{bits}" for letters in ("f", "fp") for bits in (16, 32, 64)},
+        "bf16": "bfloat16", "half": "float16", "single": "float32", "double": "float64", "pred": "bool",
+        "c64": "complex64", "c128": "complex128",
+        **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "f8e4m3fn", "f8_e4m3fn", "e4m3", "e4m3fn"), "float8_e4m3fn"),
+        **dict.fromkeys(("fp8_e5m2", "f8e5m2", "f8_e5m2", "e5m2"), "float8_e5m2"),
+    }
+)  # fmt: skip
+NAMES = tuple(dict.fromkeys(_LONG.values()))
+_ARRAY = re.compile(r"\s*([\w.]+)\s*\[([\d,\s]*)\]\s*")
+
+
+def dtype_name(text: str) -> str:
+    """Returns the name of the dtype that `text` means: "bfloat16" for "bf16" and "torch.bfloat16".
+
+    Other text is returned unchanged.
+    """
+    short = text.strip().lower()
+    package, _, last = short.rpartition(".")
+    if package in ("jnp", "np", "torch", "jax.numpy", "numpy", "ml_dtypes"):
+        short = last
+    found = _LONG.get(short, short)
+    return found if found in NAMES else text
+
+
+def array_type(text: str) -> tuple[str, str] | None:
+    """Returns the dtype name and the extents of an array type such as ``bf16[8, 128]``; None for other text."""
+    found = _ARRAY.fullmatch(text)
+    return None if found is None else (dtype_name(found[1]), found[2])
+
+
+def canonical(text: str) -> str:
+    """Returns a dtype or an array type as keys contain it; other text is returned unchanged."""
+    if (found := array_type(text)) is None:
+        return dtype_name(text)
+    return f"{found[0]}[{','.join(found[1].replace(',', ' ').split())}]"
+
+
+def did_you_mean(text: str, known: Sequence[str] = NAMES) -> str:
+    """Returns the end of an error message about a dtype that is not among `known`; "" if none is close."""
+    close = meant(dtype_name(text), known)
+    return f"; did you mean {close!r}?" if close else ""
+
 
 P = TypeVar("P", bound="Problem")
 T = TypeVar("T")
@@ -190,11 +242,11 @@ class Problem(abc.ABC):
         """
         if type(self).inputs is not Problem.inputs:
             return ()
-        return special_values.kinds_of([s.dtype for s in self.operands()])
+        return checking.kinds_of([s.dtype for s in self.operands()])
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Returns operands of a kind of `special`: those of `inputs` with other values."""
-        return special_values.altered(self.inputs(seed), kind)
+        return checking.with_special_values(self.inputs(seed), kind)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Returns the allowed error for `special_inputs` of this kind, for each result.
@@ -219,7 +271,7 @@ class Problem(abc.ABC):
         each = list(zip(keys, self.operands(), strict=True))
         for key, s in each:
             _draws(key, s)
-        with reference_programs.turn():
+        with checking.compile_turn():
             return tuple(_operand(key, s) for key, s in each)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
@@ -315,18 +367,18 @@ def _inexact(s: jax.ShapeDtypeStruct) -> bool:
     return bool(jnp.issubdtype(s.dtype, jnp.inexact))
 
 
-def _draws(key: jax.Array, s: jax.ShapeDtypeStruct) -> reference_programs.Program:
-    return reference_programs.program(_in_slabs, key, shape=s.shape, dtype=s.dtype)
+def _draws(key: jax.Array, s: jax.ShapeDtypeStruct) -> checking.Program:
+    return checking.program_of(_in_slabs, key, shape=s.shape, dtype=s.dtype)
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    drawn: jax.Array = reference_programs.run(_in_slabs, key, shape=s.shape, dtype=s.dtype)
+    drawn: jax.Array = checking.run_program(_in_slabs, key, shape=s.shape, dtype=s.dtype)
     return drawn
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiplies a drawn operand by `factor`, in its dtype."""
-    product: jax.Array = reference_programs.run(_scaled, x, factor=factor)
+    product: jax.Array = checking.run_program(_scaled, x, factor=factor)
     return product
 
 

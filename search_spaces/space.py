@@ -13,11 +13,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from search_spaces.errors import DeclarationError
-
 # A tuple contains choices, too.
 Choice = int | bool | float | str | tuple[Any, ...] | None
 Column = npt.NDArray[Any]
+
+
+class DeclarationError(TypeError):
+    """A kernel's declaration is invalid: the message names the kernel, rule or field, and suggests a correction."""
+
+
 S = TypeVar("S")
 
 

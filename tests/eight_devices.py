@@ -26,7 +26,7 @@ from scheduler import (
     tuned_silu_and_mul,
     tuned_softmax,
 )
-from scheduler.store import noting
+from scheduler.store import misses
 from scheduler.store.store import default_url
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
@@ -525,7 +525,7 @@ def test_a_part_that_nobody_answered_is_noted_with_the_line_of_the_call(monkeypa
         return tuned_matmul(a, b)  # this line asks
 
     jax.jit(step)(put(A, "x"), put(B))
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     with contextlib.closing(scheduler.Store(default_url())) as store:
         (miss,) = store.misses.all()
     assert miss.key.problem == '{"dtype":"float32","k":32,"m":16,"n":48}'

@@ -5,8 +5,7 @@ import random
 
 from scheduler.core.hardware import find
 from scheduler.core.records import Environment, Measurement
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants, CostModel
 from scheduler.search.sweep import sweep
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.space import Columns

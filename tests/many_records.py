@@ -6,8 +6,7 @@ import dataclasses
 
 import values
 
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Measurement, Record, Verdict
+from scheduler.core.records import Entry, Measurement, Record, Verdict, key_of
 
 
 def record_of(operation, problem, hardware, *, estimated=False, library_s=1e-5):

@@ -70,10 +70,10 @@ def emulated(problem, schedule, chip, folder):
     import absent_gpu
     import ptx
 
-    from search_spaces.hopper.operands import padded
-    from search_spaces.matmul.mma.launch import launched
-    from search_spaces.matmul.mma.tiling import Tiling
-    from search_spaces.matmul.split_k import reduced
+    from search_spaces.hopper.limits import padded
+    from search_spaces.matmul.mma.kernel import launched
+    from search_spaces.matmul.mma.space import Tiling
+    from search_spaces.matmul.tiles import reduced
 
     inside = problem if schedule.split_k == 1 else problem.plain.joined
     tiling, args = Tiling(inside, schedule), problem.inputs(seed=0)

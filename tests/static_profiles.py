@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.hardware import find
-from scheduler.measure import static_profile
+from scheduler.measure import estimate
 
 # Skipped where it is not installed (conftest.py); `pytest -m libtpu` runs these alone.
 needs_libtpu = pytest.mark.libtpu
@@ -24,7 +24,7 @@ def compiled(program: str, chip: str, folder: Path, *arguments: str, cycles: boo
     """
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     hardware = find(chip) if cycles else dataclasses.replace(find(chip), static_cycles=False)
-    environment = os.environ | static_profile.environment(folder, hardware) | {"PYTHONPATH": path}
+    environment = os.environ | estimate.profile_environment(folder, hardware) | {"PYTHONPATH": path}
     ended = subprocess.run([sys.executable, program, chip, *arguments], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

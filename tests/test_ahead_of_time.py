@@ -16,8 +16,7 @@ from tpu_kernels import PRODUCT, ProductProblem
 import scheduler
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import find
-from scheduler.core.identity import key_of
-from scheduler.core.records import Failure, Measurement
+from scheduler.core.records import Failure, Measurement, key_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.search.tuner import tune
@@ -158,7 +157,7 @@ def test_in_python_a_chip_is_named():
 
 def _compare(chip):
     """The time of a grid of 512 steps, whole and by its parts."""
-    from scheduler.measure import estimate, reduced
+    from scheduler.measure import estimate
     from scheduler.measure.ahead_of_time import elsewhere
 
     hardware = elsewhere(find(chip))
@@ -167,7 +166,7 @@ def _compare(chip):
     part = estimate.estimate(PRODUCT, problem, hardware, "mosaic_tpu", schedule)
     estimate.STEPS_AT_ONCE = 512
     whole = estimate.estimate(PRODUCT, problem, hardware, "mosaic_tpu", schedule)
-    steps = reduced.steps(PRODUCT.kernel("mosaic_tpu"), problem, schedule, hardware)
+    steps = estimate.grid_steps(PRODUCT.kernel("mosaic_tpu"), problem, schedule, hardware)
     return {"steps": steps, "whole_s": whole.median_s, "reduced_s": part.median_s}
 
 

@@ -30,7 +30,7 @@ from modes import frozen
 import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.core import hardware
-from scheduler.core.identity import key_of
+from scheduler.core.records import key_of
 from scheduler.dispatch import dispatch
 from scheduler.search import tuner
 from scheduler.store.store import Store, default_url

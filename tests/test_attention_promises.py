@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from scheduler import tuned_flash_attention
 from scheduler.core.hardware import find
 from search_spaces.attention import xla
-from search_spaces.attention.formula import attention
 from search_spaces.attention.interpret import InterpretedAttention
+from search_spaces.attention.xla import attention
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.flash_attention.hopper import FlashAttentionSchedule, FlashDecodingSchedule
 from search_spaces.flash_attention.tpu import TpuFlashAttentionSchedule

@@ -27,7 +27,7 @@ from scheduler.core import hardware
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement
 from scheduler.inspect.explain import explain
-from scheduler.measure.lowered import asked_onchip_bytes, lower
+from scheduler.measure.build import lower_candidate, requested_onchip_bytes
 from scheduler.measure.pool import start_runner
 from scheduler.measure.replay import Replay
 from scheduler.measure.runner import InProcess, RunnerOptions
@@ -389,15 +389,15 @@ def test_the_shared_memory_of_a_lowered_kernel_is_read_to_the_byte(tile, columns
     problem = doubled.problem(jax.ShapeDtypeStruct((512, columns), "float32"))
     kernel, _ = doubled.operation.kernels
     schedule = kernel.space(problem, H200.target).decode({"tile": tile})
-    lowered = lower(kernel, problem, schedule, H200.target)
-    assert asked_onchip_bytes(lowered) == 4 * tile * columns + 8  # and a barrier
+    lowered = lower_candidate(kernel, problem, schedule, H200.target)
+    assert requested_onchip_bytes(lowered) == 4 * tile * columns + 8  # and a barrier
 
 
 def test_a_program_without_such_a_kernel_asks_for_nothing_that_is_told():
-    assert asked_onchip_bytes(jax.jit(lambda x: x + 1).lower(1.0)) is None
+    assert requested_onchip_bytes(jax.jit(lambda x: x + 1).lower(1.0)) is None
     problem, (kernel, _) = sum_and_max.problem(jnp.zeros((16, 5))), sum_and_max.operation.kernels
     schedule = kernel.space(problem, CPU.target).decode({"tile": 4})
-    assert asked_onchip_bytes(lower(kernel, problem, schedule, CPU.target)) is None
+    assert requested_onchip_bytes(lower_candidate(kernel, problem, schedule, CPU.target)) is None
 
 
 def test_explain_tells_what_each_schedule_asks_for_and_which_does_not_fit(monkeypatch):
@@ -423,7 +423,7 @@ def test_a_call_is_lowered_for_another_chip_by_what_it_is_told_of_it():
     with scheduler.target("NVIDIA H200"):
         traced = jax.jit(lambda x: doubled(x, schedule={"tile": 64})).trace(x)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    assert asked_onchip_bytes(lowered) == 64 * 1024 + 8
+    assert requested_onchip_bytes(lowered) == 64 * 1024 + 8
 
 
 @needs_gpu_interpreter

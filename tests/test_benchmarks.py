@@ -17,8 +17,8 @@ from operations import NOTED, NotedProblem
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Environment, Failure, Measurement
+from scheduler.measure.buffers import timing_conditions
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.model.cost import CostModel
@@ -122,7 +122,7 @@ def test_workers_have_room_for_the_problem_at_a_time(product):
 
 
 def test_operands_come_out_of_memory_but_for_the_smallest():
-    warm = [p.problem for p in MATMULS if condition(p.problem, H200)[1] == "warm"]
+    warm = [p.problem for p in MATMULS if timing_conditions(p.problem, H200)[1] == "warm"]
     assert warm == [MatmulProblem(512, 512, 512)]
 
 

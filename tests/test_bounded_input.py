@@ -14,7 +14,7 @@ from values import record
 from scheduler import Plan, PlanError, Replay
 from scheduler.cli.app import app
 from scheduler.core import codec, files
-from scheduler.core.decoding import DEEPEST
+from scheduler.core.codec import DEEPEST
 from scheduler.core.errors import RecordingError
 from scheduler.core.files import read_bytes, unzipped
 from scheduler.measure.protocol import decode

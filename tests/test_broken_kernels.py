@@ -17,12 +17,11 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.core.errors import CacheMiss, CandidateFailed, NoCandidate
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
-from scheduler.core.records import AllFailed, Failure, Measurement
+from scheduler.core.records import AllFailed, Failure, Measurement, key_of
 from scheduler.measure.runner import InProcess
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search import jobs
-from scheduler.search.settled import settled
+from scheduler.search.baseline import is_current
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, load
@@ -254,8 +253,8 @@ def test_what_lacked_memory_or_a_process_is_no_fault_of_the_kernel_and_is_tried_
 def test_what_is_settled_depends_on_who_is_asked_for():
     store = Store(":memory:")
     record = searched(Failure("lower", "no"), store=store)
-    assert settled(PACED, EIGHT, CPU, store) == "4 of 4 schedules of scripted failed: lower: no"
-    assert settled(PACED, EIGHT, CPU, store, backends=frozenset({"xla"})) == record
+    assert is_current(PACED, EIGHT, CPU, store) == "4 of 4 schedules of scripted failed: lower: no"
+    assert is_current(PACED, EIGHT, CPU, store, backends=frozenset({"xla"})) == record
     assert recheck(PACED, EIGHT, CPU, record, backends=frozenset({"scripted"})).startswith("4 of 4 schedules")
 
     class Dropped(Paced):
@@ -263,7 +262,7 @@ def test_what_is_settled_depends_on_who_is_asked_for():
             return "not any more"
 
     dropped = Operation("paced", DoubleProblem, (Dropped(), DoubleLibrary()))
-    assert settled(dropped, EIGHT, CPU, store) == record
+    assert is_current(dropped, EIGHT, CPU, store) == record
     task = jobs.Task(PACED, EIGHT, budget=5, backends=frozenset({"xla"}))
     (result,) = jobs.run([task], store=store, runner=Scripted())
     assert (result.state, result.broken) == ("known", ())

@@ -23,10 +23,9 @@ from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
 from scheduler.model import constants
 from scheduler.model.calibration import Observed, calibrate, observed, scale
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants, CostModel
 from scheduler.prediction.predict import predict
-from scheduler.search import dataset
+from scheduler.search import sweep
 from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces.hopper import smem_layout
@@ -56,7 +55,7 @@ def as_recorded(monkeypatch):
 
 @functools.cache
 def recorded(path):
-    ((problem, trials),) = dataset.recorded(MATMUL, path).trials.items()
+    ((problem, trials),) = sweep.recorded_measurements(MATMUL, path).trials.items()
     return observed(KERNEL, problem, H200, trials)
 
 
@@ -212,7 +211,7 @@ def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_
 def test_a_recording_of_something_else_is_refused(tmp_path):
     path = invented.recording(tmp_path / "few.jsonl.gz", (16, 8192, 8192), sample=2)
     with pytest.raises(RecordingError, match="not of double"):
-        dataset.recorded(DOUBLE, path)
-    other = dataset.Measured(find("NVIDIA A100-SXM4-80GB"), {})
+        sweep.recorded_measurements(DOUBLE, path)
+    other = sweep.Measured(find("NVIDIA A100-SXM4-80GB"), {})
     with pytest.raises(RecordingError, match="several chips"):
-        dataset.merged([dataset.Measured(H200, {}), other])
+        sweep.merged_measurements([sweep.Measured(H200, {}), other])

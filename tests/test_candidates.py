@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.core.backends import allowed_backends
+from scheduler.core.arguments import allowed_backends
 from scheduler.core.hardware import CPU, find
 from scheduler.search.candidates import collect
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem

@@ -15,8 +15,7 @@ import scheduler
 from scheduler.dispatch import calls
 from search_spaces import DeclarationError
 from search_spaces.autotuned import names
-from search_spaces.autotuned.captured import captured
-from search_spaces.autotuned.rebinding import Bindings
+from search_spaces.autotuned.names import Bindings, captured
 
 X = jnp.arange(16.0)
 

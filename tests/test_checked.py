@@ -10,14 +10,14 @@ import typer.testing
 import scheduler
 from scheduler import Replay
 from scheduler.cli.app import app
-from scheduler.core import checked
-from scheduler.dispatch import missed
+from scheduler.core import arguments
+from scheduler.dispatch import stored
 from scheduler.inspect import doctor
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search import jobs
 from scheduler.search.reverify import reverify
 from scheduler.search.sweep import sweep
-from scheduler.search.task import How, Task
+from scheduler.search.task import SearchOptions, Task
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 PROBLEM = SoftmaxProblem(8, 128)
@@ -52,7 +52,7 @@ NUMBERS = {
 }
 SEEDS = {
     "tune": lambda n: tune(seed=n),
-    "How": lambda n: How(seed=n),
+    "How": lambda n: SearchOptions(seed=n),
     "Replay": lambda n: Replay("none", seed=n),
     "sweep": lambda n: sweep(SOFTMAX, PROBLEM, None, None, seed=n),
     "reverify": lambda n: list(reverify([], seed=n)),
@@ -100,10 +100,10 @@ def test_flags_and_words_are_refused_that_are_others():
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert checked.whole("n", np.int64(3)) == 3
-    assert checked.number("s", np.float32(0.5)) == 0.5
+    assert arguments.checked_integer("n", np.int64(3)) == 3
+    assert arguments.checked_number("s", np.float32(0.5)) == 0.5
     with pytest.raises(TypeError):
-        checked.whole("n", np.bool_(True))
+        arguments.checked_integer("n", np.bool_(True))
 
 
 @pytest.mark.parametrize("wrong", ["nan", "inf", "-1", "true", '"4"', "0", "[1]", "99999999999999999999", "1979-05-27"])
@@ -143,9 +143,9 @@ def test_a_command_refuses_the_same(command, option):
 
 @pytest.mark.parametrize("wrong", ["maybe", "2", "onn", "yes please"])
 def test_the_environment_is_refused_that_says_neither_on_nor_off(wrong, monkeypatch):
-    monkeypatch.setenv(missed.ENVIRONMENT, wrong)
+    monkeypatch.setenv(stored.MISSES_ENVIRONMENT, wrong)
     with pytest.raises(ValueError, match=r"TILE_SCHEDULER_MISSES=.* is not one of on, 1"):
-        missed.noted()
+        stored.noted_misses()
     scheduler.reload()
     with pytest.raises(ValueError, match="TILE_SCHEDULER_MISSES"):
         scheduler.tuned_softmax(jnp.ones((3, 77)))
@@ -154,5 +154,5 @@ def test_the_environment_is_refused_that_says_neither_on_nor_off(wrong, monkeypa
 
 @pytest.mark.parametrize(("said", "noted"), [("", True), ("ON", True), (" off ", False), ("0", False), ("true", True)])
 def test_the_environment_turns_misses_on_and_off(said, noted, monkeypatch):
-    monkeypatch.setenv(missed.ENVIRONMENT, said)
-    assert missed.noted() == noted
+    monkeypatch.setenv(stored.MISSES_ENVIRONMENT, said)
+    assert stored.noted_misses() == noted

@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 import scheduler
 from scheduler.core import codec
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import schedule_to_text
-from scheduler.core.records import Measurement, Trial, schedule_text
+from scheduler.core.records import Measurement, Trial, schedule_text, schedule_to_text
 from scheduler.inspect.explain import explain
 from scheduler.store.store import Store
 from search_spaces import DeclarationError, Footprint, Operand, Phase, Space

@@ -25,11 +25,11 @@ from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Key
-from scheduler.inspect import doctor, provenance
-from scheduler.inspect.coverage import coverage
+from scheduler.inspect import case, doctor
+from scheduler.inspect.doctor import coverage
 from scheduler.store.store import Store, shipped
 from search_spaces import jax_compat, load
-from search_spaces.mma import architectures
+from search_spaces.mma import fragments
 
 pytestmark = pytest.mark.one_jax
 
@@ -46,7 +46,7 @@ def run(*arguments, status=0, stdin=None):
 
 
 # The status of doctor where nothing is wrong but what the installed JAX makes of the shipped records.
-DOCTOR = 3 if any(provenance.stale(record) for record in shipped().records()) else 0
+DOCTOR = 3 if any(case.stale(record) for record in shipped().records()) else 0
 
 
 def own_list():
@@ -311,8 +311,8 @@ MADE = ".".join(next(iter(shipped().records())).environment.jax.split(".")[:2])
 def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current(here, monkeypatch, store):
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here if name == "jax" else installed(name))
-    monkeypatch.setattr("scheduler.inspect.provenance._jax_here", lambda: here)  # it is asked once a process
-    monkeypatch.setattr(architectures, "HAS_MMA", True)  # whatever the JAX here has: only records are out of date
+    monkeypatch.setattr("scheduler.inspect.case._jax_here", lambda: here)  # it is asked once a process
+    monkeypatch.setattr(fragments, "HAS_MMA", True)  # whatever the JAX here has: only records are out of date
     current = here.startswith(f"{MADE}.")
     store.put(record(environment=dataclasses.replace(ENVIRONMENT, jax=f"{MADE}.0")))
     found = {row["what"]: row for row in json.loads(run("doctor", "--json", status=0 if current else 3)[0])}
@@ -343,9 +343,9 @@ def test_the_python_that_the_installed_jax_needs_is_the_one_that_is_written_down
 
 
 def test_a_chip_whose_kernels_want_a_newer_jax_is_a_warning(monkeypatch):
-    monkeypatch.setattr(architectures, "HAS_MMA", False)
+    monkeypatch.setattr(fragments, "HAS_MMA", False)
     rows = [row for row in coverage([]) if row.outdated]
-    assert {row.hardware.architecture for row in rows} == architectures.BEFORE_HOPPER
+    assert {row.hardware.architecture for row in rows} == fragments.BEFORE_HOPPER
     assert all(re.search(r"XLA alone; a kernel needs jax \S+ or newer", str(row)) for row in rows)
     found = [finding for finding in doctor.examine(lambda: CPU) if finding.what.startswith("chip ")]
     kinds = {f"chip {row.hardware.kind}" for row in rows}

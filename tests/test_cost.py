@@ -13,8 +13,7 @@ from scipy.stats import kendalltau
 
 from scheduler.core.hardware import CPU, find
 from scheduler.model import cost, traffic
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants, CostModel
 from search_spaces import Columns, Footprint, Operand, Phase
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.hopper.schedule import HopperSchedule

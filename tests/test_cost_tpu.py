@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.core.chip_table import TPUS
 from scheduler.core.hardware import find
-from scheduler.core.tpus import TPUS
 from scheduler.model import traffic
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import BY_ARCHITECTURE
+from scheduler.model.cost import BY_ARCHITECTURE, CostModel
 from search_spaces import Footprint, Operand, Phase, load
 from search_spaces.matmul.problem import MatmulProblem
 

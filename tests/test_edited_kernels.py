@@ -23,16 +23,15 @@ import scheduler
 from scheduler.core import codec, fingerprints
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
 from scheduler.core.plan import Plan, Planned
-from scheduler.core.records import Entry, Environment, Measurement, Record, Trial
+from scheduler.core.records import Entry, Environment, Measurement, Record, Trial, key_of
 from scheduler.dispatch import planned
-from scheduler.measure.protocol import Hello, Request
+from scheduler.measure.buffers import timing_conditions
+from scheduler.measure.protocol import Init, Request
 from scheduler.measure.replay import Replay
-from scheduler.measure.rotation import condition
 from scheduler.measure.runner import InProcess
 from scheduler.measure.worker import Measuring
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search.sweep import sweep
 from scheduler.store.store import Store
 from search_spaces import load
@@ -447,7 +446,7 @@ def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):
     store = Store(os.environ["TILE_SCHEDULER_CACHE"])
     kernel, problem = first.operation.kernels[0], first.problem(X)
     here = InProcess()
-    clock, l2 = condition(problem, here.hardware, "cold")
+    clock, l2 = timing_conditions(problem, here.hardware, "cold")
     print_of = fingerprints.of_schedule(kernel, problem, {"tile": 8}, here.hardware.target)
     trial = Trial(0, "pallas", 0, {"tile": 8}, Measurement(1e-6, (1e-6,), clock, l2), 1e-6, print_of)
     store.add_trial(key_of(first.operation, problem, here.hardware), trial, here.environment)
@@ -519,7 +518,7 @@ def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it(tm
     problem = operation.problem.parse({"x": "float32[16,5]"})
     schedule = {"tile": 8}
     own = fingerprints.of_candidate(operation, problem, "pallas", schedule, target)
-    worker = Measuring(Hello("cpu", "cpu", str(tmp_path)), lambda step: None)
+    worker = Measuring(Init("cpu", "cpu", str(tmp_path)), lambda step: None)
 
     def confirmed(fingerprint):
         named = "own_kernels:sum_and_max", problem.canonical(), "pallas", schedule

@@ -18,15 +18,12 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.cli.search_report import results as shown
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
-from scheduler.core.records import Miss
+from scheduler.core.records import Miss, key_of
 from scheduler.measure.ahead_of_time import elsewhere
-from scheduler.prediction.between import answer
-from scheduler.prediction.evidence import Evidence
+from scheduler.prediction.between import Evidence, answer
 from scheduler.search import jobs
-from scheduler.search.before import before, stored_now
+from scheduler.search.baseline import before, is_current, stored_now
 from scheduler.search.missed import weigh
-from scheduler.search.settled import settled
 from scheduler.search.task import Task
 from scheduler.store.store import Store, default_url
 from search_spaces import load
@@ -80,8 +77,8 @@ def test_a_range_of_estimates_is_tuned_and_says_what_it_is():
         assert state(known) == "known"
         brief = next(result.record for result in points if result.record.brief)
         problem = ProductProblem.from_canonical(brief.key.problem)
-        assert "only a few schedules" in settled(PRODUCT, problem, elsewhere(V6E), store)
-        assert "estimated" in settled(PRODUCT, problem, V6E, store, brief=True)
+        assert "only a few schedules" in is_current(PRODUCT, problem, elsewhere(V6E), store)
+        assert "estimated" in is_current(PRODUCT, problem, V6E, store, brief=True)
     scheduler.reload()
     asked = ProductProblem(700, 512, 256)  # no tile divides it
     decision = decided(asked, on_miss="error")

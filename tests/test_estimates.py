@@ -17,28 +17,26 @@ import scheduler
 from scheduler.core import codec
 from scheduler.core.errors import NoCandidate, StoreError, WorkerError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import key_of
-from scheduler.core.records import Failure, Measurement
+from scheduler.core.records import Failure, Measurement, key_of
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
-from scheduler.inspect import coverage, doctor
+from scheduler.inspect import doctor
+from scheduler.inspect.case import record_head
 from scheduler.inspect.notebook import record_html
-from scheduler.inspect.provenance import record_head
 from scheduler.inspect.verdict import gain_text, verdict
-from scheduler.measure import reduced
 from scheduler.measure.ahead_of_time import AheadOfTime, elsewhere
+from scheduler.measure.estimate import grid_steps, reduced_problem
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, environment
 from scheduler.model.calibration import calibrate
 from scheduler.prediction.predict import predict
-from scheduler.search.before import before, stored_now
-from scheduler.search.dataset import stored
+from scheduler.search.baseline import before, is_current, stored_now
 from scheduler.search.reverify import reverify
-from scheduler.search.settled import settled
+from scheduler.search.sweep import stored_measurements
 from scheduler.search.task import Task
 from scheduler.search.tuner import tune
 from scheduler.store import text_files
-from scheduler.store.layered import Cache
+from scheduler.store.cache import Cache
 from scheduler.store.store import Store
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -130,8 +128,8 @@ def test_an_estimate_is_known_to_who_estimates_and_searched_again_on_the_chip(st
     runner = Estimating()
     assert tune(PRODUCT, PROBLEM, store=store, runner=runner) == estimate
     assert not runner.asked
-    assert settled(PRODUCT, PROBLEM, elsewhere(V6E), store) == estimate
-    assert settled(PRODUCT, PROBLEM, V6E, store) == "it was estimated by the compiler, not measured"
+    assert is_current(PRODUCT, PROBLEM, elsewhere(V6E), store) == estimate
+    assert is_current(PRODUCT, PROBLEM, V6E, store) == "it was estimated by the compiler, not measured"
 
 
 def test_no_estimate_replaces_what_was_measured(store, estimate, tmp_path):
@@ -185,7 +183,7 @@ def test_what_was_measured_answers_before_an_estimate_wherever_they_lie(store, e
     decision = decided()
     assert (decision.kernel.backend, decision.reason) == ("xla", "measured, from the shipped cache.db")
     assert evidence(Cache(), PRODUCT, PROBLEM, V6E).records == [measured]
-    monkeypatch.setattr("scheduler.search.before.shipped", lambda: shipped)
+    monkeypatch.setattr("scheduler.search.baseline.shipped", lambda: shipped)
     monkeypatch.setattr(shipped, "close", lambda: None)
     task = Task(PRODUCT, PROBLEM)
     assert before(task, V6E, stored_now(task, V6E, store), estimate, store).backend == "xla"
@@ -227,7 +225,7 @@ def test_estimates_correct_a_prediction_only_for_want_of_measurements(store, est
 
 
 def test_the_model_is_not_fitted_to_estimates(store, estimate):
-    found = stored(PRODUCT, V6E, store)
+    found = stored_measurements(PRODUCT, V6E, store)
     with pytest.raises(NoCandidate, match="no trial of own_product on TPU v6 lite was timed"):
         calibrate(PRODUCT, V6E, found.trials, found.environments)
 
@@ -296,16 +294,16 @@ def test_the_chip_that_is_here_is_measured_on_by_its_name():
 def test_a_large_grid_is_told_by_two_small_ones_of_the_same_tiles():
     kernel, schedule = PRODUCT.kernel("mosaic_tpu"), {"tile_m": 128, "tile_n": 256}
     whole = ProductProblem(16384, 8192, 512)
-    assert reduced.steps(kernel, whole, schedule, V6E) == 128 * 32
+    assert grid_steps(kernel, whole, schedule, V6E) == 128 * 32
 
     def steps(problem):
-        return reduced.steps(kernel, problem, schedule, V6E)
+        return grid_steps(kernel, problem, schedule, V6E)
 
-    part = reduced.reduced(PRODUCT, whole, steps, 256)
+    part = reduced_problem(PRODUCT, whole, steps, 256)
     assert part is not None
     assert part.times == 16
-    assert reduced.steps(kernel, part.larger, schedule, V6E) == 256
-    assert reduced.steps(kernel, part.smaller, schedule, V6E) == 128
+    assert grid_steps(kernel, part.larger, schedule, V6E) == 256
+    assert grid_steps(kernel, part.smaller, schedule, V6E) == 128
     assert part.larger.k == part.smaller.k == whole.k  # only what is independent is divided
     once, each = 7.0, 0.25  # what a grid takes once, and each of its steps
     assert part.whole(once + 256 * each, once + 128 * each) == pytest.approx(once + 4096 * each)
@@ -316,11 +314,11 @@ def test_what_does_not_come_apart_into_whole_tiles_is_not_reduced():
     odd = ProductProblem(128 * 33, 128 * 17, 128)
 
     def steps(problem):
-        return reduced.steps(kernel, problem, schedule, V6E)
+        return grid_steps(kernel, problem, schedule, V6E)
 
-    assert reduced.reduced(PRODUCT, odd, steps, 256) is None
+    assert reduced_problem(PRODUCT, odd, steps, 256) is None
     unsharded = dataclasses.replace(PRODUCT, shard=None)
-    assert reduced.reduced(unsharded, ProductProblem(8192, 8192, 128), steps, 256) is None
+    assert reduced_problem(unsharded, ProductProblem(8192, 8192, 128), steps, 256) is None
 
 
 def test_a_stage_and_a_clock_that_estimates_have_are_kept(store, estimate):
@@ -331,7 +329,7 @@ def test_a_stage_and_a_clock_that_estimates_have_are_kept(store, estimate):
 
 def test_doctor_says_of_each_chip_what_there_is(store, estimate):
     told = {finding.what: finding.detail for finding in doctor.examine(lambda: CPU)}
-    for row in coverage.coverage([]):
+    for row in doctor.coverage([]):
         assert told[f"chip {row.hardware.kind}"]
     shipped = sum(r.key.hardware == V6E.id for r in text_files.read_records(ROOT / "records"))
     assert f"{shipped + 1} estimated" in told["chip TPU v6 lite"]

@@ -11,7 +11,7 @@ import pytest
 import scheduler
 from scheduler import tuned, tuned_flash_attention
 from scheduler.core import hardware
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.dispatch import dispatch
 from scheduler.model.cost import CostModel
 from search_spaces import Library, Target

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from search_spaces import Columns
-from search_spaces.attention.formula import attention
-from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention, steps
-from search_spaces.flash_attention.hopper.tile_order import TileOrder
-from search_spaces.flash_attention.hopper.tiling import Tiling
+from search_spaces.attention.xla import attention
+from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention
+from search_spaces.flash_attention.hopper.schedule import TileOrder, Tiling, step_imbalance
 from search_spaces.flash_attention.problem import FlashAttentionProblem as Problem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE, gpu_interpreter
 
@@ -100,7 +99,7 @@ def test_imbalance_is_that_of_the_tiles_that_ctas_take(section, cores):
     for cta in range(cores):
         order = TileOrder(tiling, jnp.int32(cta), cores)
         work.append(sum(int(order.tile(jnp.int32(n)).steps) for n in range(int(order.count))))
-    assert steps.imbalance(problem, schedule, cores) == pytest.approx(max(work) / (sum(work) / cores))
+    assert step_imbalance(problem, schedule, cores) == pytest.approx(max(work) / (sum(work) / cores))
 
 
 @pytest.mark.parametrize("section", [1, 2, 3, 5])
@@ -133,7 +132,7 @@ def test_tiles_of_as_many_heads_as_fill_rounds_are_tried_where_dealing_by_heads_
     problem = Problem(8, 2048, 2048, 32, 32, 64, causal=True)
     points, _ = KERNEL.space(problem, TARGET).legal()
     two = points.take(points.persistent & (points.consumers == 2) & (points.block_kv == 128))
-    found = dict(zip(two.section.tolist(), steps.imbalance(problem, two, TARGET.cores), strict=True))
+    found = dict(zip(two.section.tolist(), step_imbalance(problem, two, TARGET.cores), strict=True))
     assert found == {section: pytest.approx(ratio, abs=1e-3) for section, ratio in EVEN.items()}
     unchecked = np.unique(points.section[~KERNEL.verified(problem, points, TARGET)])
     assert set(unchecked.tolist()) == {12, 24, 33, 66}
@@ -147,7 +146,7 @@ def test_tiles_are_dealt_to_persistent_ctas_where_that_is_fair():
     (of_long, _), (of_short, _) = (KERNEL.space(problem, TARGET).legal() for problem in (long, short))
     assert not of_long.persistent.any()
     assert of_short.persistent.any()
-    assert (steps.imbalance(short, of_short.take(of_short.persistent), TARGET.cores) < 1.1).all()
+    assert (step_imbalance(short, of_short.take(of_short.persistent), TARGET.cores) < 1.1).all()
 
 
 @pytest.mark.parametrize(

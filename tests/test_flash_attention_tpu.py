@@ -13,14 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from scheduler import tuned_flash_attention
 from scheduler.core.hardware import find
-from scheduler.measure import static_profile
-from scheduler.model import feasibility
-from search_spaces.attention.formula import attention
+from scheduler.measure import estimate
+from scheduler.model import pruning
+from search_spaces.attention.xla import attention
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention, TpuFlashAttentionSchedule
 from search_spaces.flash_attention.tpu import space as spaces
-from search_spaces.flash_attention.tpu.rows import Rows
-from search_spaces.flash_attention.tpu.visibility import Visibility
+from search_spaces.flash_attention.tpu.kernel import Visibility
+from search_spaces.flash_attention.tpu.space import Rows
 from search_spaces.space import Columns
 from tests.static_profiles import compiled, needs_libtpu
 
@@ -180,7 +180,7 @@ def _compile(chip: str) -> None:
     ]
     for problem, values in cases:
         s = TpuFlashAttentionSchedule(*values)
-        profile = static_profile.profile(
+        profile = estimate.static_profile(
             lambda *args, p=problem, s=s: KERNEL.run(p, s, hardware.target, *args), problem.operands(), hardware
         )
         footprint = KERNEL.footprint(problem, Columns.of([s]), hardware.target)
@@ -190,7 +190,7 @@ def _compile(chip: str) -> None:
                     "taken": profile.onchip_bytes,
                     "spilled": profile.spill_bytes,
                     "onchip_bytes": int(footprint.onchip_bytes[0]),
-                    "spill_bytes": float(feasibility.onchip_demand(footprint)[0] - footprint.onchip_bytes[0]),
+                    "spill_bytes": float(pruning.onchip_demand(footprint)[0] - footprint.onchip_bytes[0]),
                 }
             )
         )

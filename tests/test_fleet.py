@@ -10,15 +10,14 @@ from typer.testing import CliRunner
 
 from scheduler.cli.app import app
 from scheduler.core import codec
-from scheduler.core.errors import MissingPackage, PlaceLost, SchedulerError
-from scheduler.core.identity import key_of
-from scheduler.core.records import Environment
+from scheduler.core.errors import ExecutorLost, MissingPackage, SchedulerError
+from scheduler.core.records import Environment, key_of
 from scheduler.fleet.agent import Agent
 from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import Failed, Found, Tried, differences, versions
 from scheduler.fleet.ray_cluster import RayPlace, of_one_kind, places
 from scheduler.measure.runner import InProcess, RunnerOptions
-from scheduler.search.task import How, Task
+from scheduler.search.task import SearchOptions, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, Target
@@ -49,7 +48,9 @@ def store():
 def search(agent, task, here, store, progress=lambda step: None):
     hardware, environment = here
     key = key_of(task.operation, task.problem, hardware)
-    return received(agent.search(order(task, How(), hardware, environment, store)), key, environment, store, progress)
+    return received(
+        agent.search(order(task, SearchOptions(), hardware, environment, store)), key, environment, store, progress
+    )
 
 
 def test_a_search_by_an_agent_is_kept_as_one_of_this_process_is(agent, here, store):
@@ -71,13 +72,13 @@ def test_a_search_by_an_agent_is_kept_as_one_of_this_process_is(agent, here, sto
 
 def test_trials_of_a_search_that_was_cut_short_are_not_made_again(agent, here, store):
     hardware, environment = here
-    ordered = order(TASK, How(), hardware, environment, store)
+    ordered = order(TASK, SearchOptions(), hardware, environment, store)
     told = []
     for message in agent.search(ordered):  # the driver hears of three trials, and no more
         told.append(message)
         if sum(isinstance(message, Tried) for message in told) == 3:
             break
-    with pytest.raises(PlaceLost):
+    with pytest.raises(ExecutorLost):
         received(told, key_of(FAULTY, TASK.problem, hardware), environment, store, lambda step: None)
     steps = []
     record = search(Agent(RunnerOptions()), TASK, here, store, steps.append)
@@ -90,14 +91,18 @@ def test_similar_problems_go_along(agent, here, store):
     near = search(agent, TASK, here, store)
     hardware, environment = here
     ordered = order(
-        dataclasses.replace(TASK, problem=FaultyProblem(16, TASK.problem.script)), How(), hardware, environment, store
+        dataclasses.replace(TASK, problem=FaultyProblem(16, TASK.problem.script)),
+        SearchOptions(),
+        hardware,
+        environment,
+        store,
     )
     assert [codec.record_from_text(text) for text in ordered.near] == [near]
 
 
 def test_an_operation_that_is_not_there_or_is_another_version_is_refused_with_what_to_do(agent, here, store):
     hardware, environment = here
-    ordered = order(TASK, How(), hardware, environment, store)
+    ordered = order(TASK, SearchOptions(), hardware, environment, store)
     *_, last = agent.search(dataclasses.replace(ordered, operation="nowhere.at_all:OPERATION"))
     assert isinstance(last, Failed)
     for part in ("cannot load operation 'nowhere.at_all:OPERATION'", "--working-dir", "install it"):
@@ -110,14 +115,14 @@ def test_an_operation_that_is_not_there_or_is_another_version_is_refused_with_wh
 def test_an_operation_that_no_other_process_can_load_is_refused(here, store):
     local = dataclasses.replace(TASK, operation=Operation("local", FaultyProblem, FAULTY.kernels))
     with pytest.raises(SchedulerError, match="top level"):
-        order(local, How(), *here, store)
+        order(local, SearchOptions(), *here, store)
 
 
 def test_a_lost_device_is_a_lost_place_and_a_lack_of_an_answer_is_not(here, store):
     hardware, environment = here
     key = key_of(FAULTY, TASK.problem, hardware)
     for message, raised in (
-        (Failed("gone", device=True), PlaceLost),
+        (Failed("gone", device=True), ExecutorLost),
         (Failed("none ran", finished=True), SchedulerError),
     ):
         with pytest.raises(raised) as error:

@@ -10,10 +10,10 @@ import pytest
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import replacing
-from search_spaces import jaxprs
+from scheduler.functions import in_context
+from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
-from search_spaces.operation import Posed
+from search_spaces.operation import MatchedEquation
 
 BINDING = "jax._src.cudnn.fused_attention_stablehlo"
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
@@ -39,15 +39,15 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 def lowered(fn, *args, backends="interpret"):
     asked = {
         operation.name: dispatch.options(operation, backends=(backends,))
-        for operation in replacing.answering().values()
+        for operation in in_context.selected_backends().values()
         if backends in operation.backends
     }
     library = {
         operation.name: dispatch.options(operation)
-        for operation in replacing.answering().values()
+        for operation in in_context.selected_backends().values()
         if operation.name not in asked
     }
-    return replacing.lower(jax.jit(fn).trace(*args), asked | library)
+    return in_context.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
 
 
 LENGTHS = [jnp.array(each, jnp.int32) for each in ([LENGTH, 7], [9, LENGTH])]
@@ -114,20 +114,22 @@ def test_what_no_problem_says_is_left_with_the_reason(what):
     args = draw(q_len=LENGTH if what == "a bias" else 8)
     (equation,) = [
         each
-        for each in jaxprs.equations(jax.make_jaxpr(functools.partial(attention, **REFUSED[what]))(*args).jaxpr)
+        for each in fingerprint.all_equations(
+            jax.make_jaxpr(functools.partial(attention, **REFUSED[what]))(*args).jaxpr
+        )
         if _asks(each)
     ]
     reason = FLASH_ATTENTION.equations[equation.primitive](*(x.aval for x in equation.invars), **equation.params)
-    assert not isinstance(reason, Posed)
+    assert not isinstance(reason, MatchedEquation)
     assert reason == f"attention by cuDNN with {what} is left to it"
 
 
 def test_a_parameter_that_nobody_here_knows_leaves_it_to_cudnn():
     args = draw()
-    (equation,) = [each for each in jaxprs.equations(jax.make_jaxpr(attention)(*args).jaxpr) if _asks(each)]
+    (equation,) = [each for each in fingerprint.all_equations(jax.make_jaxpr(attention)(*args).jaxpr) if _asks(each)]
     posed = functools.partial(FLASH_ATTENTION.equations[equation.primitive], *(x.aval for x in equation.invars))
-    assert isinstance(posed(**equation.params), Posed)
-    assert isinstance(posed(**equation.params, stored=(None,) * 11), Posed)
+    assert isinstance(posed(**equation.params), MatchedEquation)
+    assert isinstance(posed(**equation.params, stored=(None,) * 11), MatchedEquation)
     assert "a function of logits" in posed(**equation.params, logits_by="cap")
 
 
@@ -141,10 +143,10 @@ def _asks(equation):
 def test_a_record_says_who_answers(batch, length, heads, head_dim, by):
     """Those of an H200 that are shipped."""
     shapes = [jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)] * 3
-    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in replacing.answering().values()}
+    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in in_context.selected_backends().values()}
     traced = jax.jit(functools.partial(attention, is_causal=True)).trace(*shapes)
     with scheduler.target("NVIDIA H200"):
-        found = replacing.lower(traced, options, ("cuda",))
+        found = in_context.lower_with_kernels(traced, options, ("cuda",))
     assert [each.backend for each in found.replaced] == ([] if by == "cudnn" else [by])
     assert [reason.startswith("cudnn answers flash_attention") for reason in found.left] == [True] * (by == "cudnn")
     called = re.findall(r"custom_call @(\S+?)\(", found.lowered.as_text())

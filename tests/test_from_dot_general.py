@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from search_spaces.jaxprs import equations
+from search_spaces.fingerprint import all_equations
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL
-from search_spaces.matmul.from_dot_general import posed
+from search_spaces.matmul.front_end import problem_of_dot_general
 
 ANY = Target("any", "any", "any", 1)
 
@@ -23,12 +23,12 @@ def array(*shape, dtype=jnp.float32):
 def equation(text, *shapes):
     """The one dot_general of an einsum."""
     jaxpr = jax.make_jaxpr(lambda *xs: jnp.einsum(text, *xs))(*(array(*shape) for shape in shapes))
-    return next(each for each in equations(jaxpr) if each.primitive is lax.dot_general_p)
+    return next(each for each in all_equations(jaxpr) if each.primitive is lax.dot_general_p)
 
 
 def of(text, *shapes):
     dot = equation(text, *shapes)
-    return posed(*(x.aval for x in dot.invars), **dot.params)
+    return problem_of_dot_general(*(x.aval for x in dot.invars), **dot.params)
 
 
 def copies(found, *shapes):
@@ -67,7 +67,7 @@ def dots(draw):
 @settings(max_examples=40, deadline=None)
 def test_any_dot_general_is_xlas_or_computed_alike(dot):
     a, b, numbers, stored = dot
-    found = posed(a, b, dimension_numbers=numbers, stored=stored)
+    found = problem_of_dot_general(a, b, dimension_numbers=numbers, stored=stored)
     if isinstance(found, str):
         assert "cuBLAS takes it without a copy" in found
         return
@@ -122,9 +122,9 @@ def test_an_axis_of_one_element_lies_anywhere():
 
 def test_what_lies_transposed_is_read_and_written_there():
     numbers = (((1,), (0,)), ((), ()))
-    found = posed(array(5, 7), array(7, 9), dimension_numbers=numbers, stored=((1, 0), (1, 0), None))
+    found = problem_of_dot_general(array(5, 7), array(7, 9), dimension_numbers=numbers, stored=((1, 0), (1, 0), None))
     assert (found.problem.transpose_a, found.problem.transpose_b) == (True, True)
-    found = posed(array(5, 7), array(7, 9), dimension_numbers=numbers, stored=(None, None, (1, 0)))
+    found = problem_of_dot_general(array(5, 7), array(7, 9), dimension_numbers=numbers, stored=(None, None, (1, 0)))
     assert (found.problem.m, found.problem.n) == (9, 5)
     assert (found.problem.transpose_a, found.problem.transpose_b) == (True, True)
 
@@ -143,7 +143,7 @@ def test_what_lies_transposed_is_read_and_written_there():
 )
 def test_what_no_problem_says_is_xlas_in_words(changes, words):
     given = {"a": array(5, 7), "b": array(7, 9), "dimension_numbers": (((1,), (0,)), ((), ()))} | changes
-    assert words in posed(given.pop("a"), given.pop("b"), **given)
+    assert words in problem_of_dot_general(given.pop("a"), given.pop("b"), **given)
 
 
 @pytest.mark.parametrize("precision", [None, "default", "high", "highest"])
@@ -151,7 +151,9 @@ def test_precision_and_the_dtype_of_the_result_are_the_equations(precision):
     numbers = (((1,), (0,)), ((), ()))
     asked = None if precision is None else (lax.Precision(precision),) * 2
     with jax.default_matmul_precision("highest"):  # has had its say when the equation was made
-        found = posed(array(5, 7), array(7, 9), dimension_numbers=numbers, precision=asked)
+        found = problem_of_dot_general(array(5, 7), array(7, 9), dimension_numbers=numbers, precision=asked)
     assert found.problem.precision == (precision or "default")
-    wide = posed(*[array(4, 4, dtype=jnp.bfloat16)] * 2, dimension_numbers=numbers, preferred_element_type=jnp.float32)
+    wide = problem_of_dot_general(
+        *[array(4, 4, dtype=jnp.bfloat16)] * 2, dimension_numbers=numbers, preferred_element_type=jnp.float32
+    )
     assert wide.problem.out_dtype == "float32"

@@ -11,8 +11,8 @@ import pytest
 import scheduler
 from scheduler import tuned_gated_matmul
 from search_spaces import Columns, load
+from search_spaces.fingerprint import all_equations
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
-from search_spaces.jaxprs import equations
 from search_spaces.kernel import Library, Target
 
 CPU = Target("cpu", "cpu", "cpu", 1)
@@ -144,7 +144,7 @@ def test_forward_mode_agrees_with_the_formula():
 
 def called(jaxpr):
     """The problems that a jaxpr's tuned calls pose, as text."""
-    calls = (eqn.params for eqn in equations(jaxpr) if eqn.primitive.name == "tuned_call")
+    calls = (eqn.params for eqn in all_equations(jaxpr) if eqn.primitive.name == "tuned_call")
     return [f"{params['operation'].name} {params['problem']}" for params in calls]
 
 

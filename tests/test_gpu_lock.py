@@ -13,7 +13,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from scheduler.measure import gpu_lock
+from scheduler.measure import gpu
 from scheduler.measure.gpu import Gpu
 
 pytestmark = pytest.mark.one_jax
@@ -26,12 +26,12 @@ NAME = "tile-scheduler-gpu.lock"
 @pytest.fixture(autouse=True)
 def shared(tmp_path, monkeypatch):
     """The directory of all users."""
-    monkeypatch.setattr(gpu_lock, "SHARED", tmp_path / "shared")
-    monkeypatch.setattr(gpu_lock, "_never_waited_for", set())
+    monkeypatch.setattr(gpu, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(gpu, "_never_waited_for", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    gpu_lock.require.cache_clear()
+    gpu.require_device_lock.cache_clear()
     yield tmp_path / "shared"
-    gpu_lock.require.cache_clear()
+    gpu.require_device_lock.cache_clear()
 
 
 def test_one_of_many_is_within_at_a_time():
@@ -62,9 +62,9 @@ def test_what_is_no_lock_is_followed_nowhere_and_the_users_own_lock_takes_its_pl
     (shared / "other").write_text("kept")
     HARM[what](shared / NAME)
     with pytest.warns(RuntimeWarning, match=f"of other users are not waited for .*{NAME}"):
-        path = gpu_lock.require("gpu")
+        path = gpu.require_device_lock("gpu")
     assert path == tmp_path / "cache" / "tile-scheduler" / "locks" / NAME
-    with gpu_lock.exclusive("gpu"), pytest.raises(filelock.Timeout):
+    with gpu.device_lock("gpu"), pytest.raises(filelock.Timeout):
         filelock.FileLock(path).acquire(timeout=0)
     assert (shared / "other").read_text() == "kept"
     assert not (shared / "nothing").exists()
@@ -75,20 +75,20 @@ def test_a_fifo_in_the_place_of_the_lock_is_locked_as_a_file_is(shared):
     os.mkfifo(shared / NAME)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with gpu_lock.exclusive("gpu"), pytest.raises(filelock.Timeout):
+        with gpu.device_lock("gpu"), pytest.raises(filelock.Timeout):
             filelock.FileLock(shared / NAME).acquire(timeout=0)
 
 
 def test_where_no_lock_can_be_made_a_warning_says_so_once_and_the_search_goes_on(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(gpu_lock, "SHARED", tmp_path / "file")
+    monkeypatch.setattr(gpu, "SHARED", tmp_path / "file")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match="other processes are not waited for"), gpu_lock.exclusive("gpu"):
+    with pytest.warns(RuntimeWarning, match="other processes are not waited for"), gpu.device_lock("gpu"):
         pass
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with gpu_lock.exclusive("gpu"):
+        with gpu.device_lock("gpu"):
             pass
 
 
@@ -122,36 +122,36 @@ def test_processes_of_two_users_exclude_each_other(open_path):
 
 
 def test_a_process_that_holds_the_lock_for_ever_is_waited_for_once(monkeypatch):
-    monkeypatch.setattr(gpu_lock, "LIMIT_S", 0.2)
+    monkeypatch.setattr(gpu, "LIMIT_S", 0.2)
     held, done = threading.Event(), threading.Event()
 
     def hold():
-        with gpu_lock.exclusive("gpu"):
+        with gpu.device_lock("gpu"):
             held.set()
             done.wait()
 
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait()
-    entered = gpu_lock.exclusive("gpu")
+    entered = gpu.device_lock("gpu")
     with pytest.warns(RuntimeWarning, match="was locked for"):
         entered.__enter__()
     entered.__exit__(None, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(50):
-            with gpu_lock.exclusive("gpu"):
+            with gpu.device_lock("gpu"):
                 pass
     done.set()
     holder.join()
 
 
 def test_a_process_that_a_candidate_forks_does_not_keep_the_lock():
-    with gpu_lock.exclusive("gpu"):
+    with gpu.device_lock("gpu"):
         if not (pid := os.fork()):
             time.sleep(60)
             os._exit(0)
-    with gpu_lock.exclusive("gpu"):
+    with gpu.device_lock("gpu"):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     os.kill(pid, 9)
     os.waitpid(pid, 0)

@@ -10,7 +10,7 @@ import pytest
 from values import ENVIRONMENT, trial
 
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
+from scheduler.core.records import key_of
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 

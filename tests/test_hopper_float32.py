@@ -14,13 +14,12 @@ import pytest
 from hopper_matmul import KERNEL, TARGET, interpreted, schedule
 from jax import lax
 
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.measure.verification import mismatch
 from search_spaces import Columns, Target
 from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, front_end
-from search_spaces.matmul.hopper import bf16_3x
-from search_spaces.matmul.hopper.k_last import k_last
+from search_spaces.matmul.hopper.launch import k_last, split_bf16_3x, sum_of_parts
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
@@ -98,13 +97,13 @@ def test_at_high_precision_three_products_are_right_and_tf32_is_not(k):
 
 def product_of_parts(problem, a, b):
     """What a launch is given, multiplied by XLA."""
-    a, b = jax.jit(lambda a, b: bf16_3x.split(problem, a, b))(a, b)
-    return bf16_3x.of_parts(problem).reference(a, b)
+    a, b = jax.jit(lambda a, b: split_bf16_3x(problem, a, b))(a, b)
+    return sum_of_parts(problem).reference(a, b)
 
 
 def test_xla_does_not_take_the_low_parts_for_nothing():
-    (a, b), of_parts = HIGH.inputs(seed=0), bf16_3x.of_parts(HIGH)
-    program = jax.jit(lambda a, b: bf16_3x.split(HIGH, a, b)).lower(a, b).compile()
+    (a, b), of_parts = HIGH.inputs(seed=0), sum_of_parts(HIGH)
+    program = jax.jit(lambda a, b: split_bf16_3x(HIGH, a, b)).lower(a, b).compile()
     assert "reduce-precision" in program.as_text()
     parts, other = program(a, b)
     assert [x.shape for x in (parts, other)] == [x.shape for x in of_parts.operands()]
@@ -129,7 +128,7 @@ def test_infinities_nans_and_the_largest_numbers_come_out_as_of_float32():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_copies_before_the_launch_are_counted(layout):
     high = MatmulProblem(512, 384, 256, dtype="float32", precision="high", **layout)
-    of_parts = bf16_3x.of_parts(high)
+    of_parts = sum_of_parts(high)
     launch = footprint(KERNEL, of_parts)
     found = footprint(THREE, high)
     assert of_parts.k == 3 * 256

@@ -12,7 +12,7 @@ from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footp
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import Columns
-from search_spaces.matmul.hopper import tiling
+from search_spaces.matmul.hopper.schedule import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 
 
@@ -77,8 +77,8 @@ def test_arrays_that_tiles_divide_are_tiled():
     reached = [(4000, 4096, 4160), (4000, 4160, 4096), (5, 128, 64), (8, 24, 40)]
     beyond = [(4001, 4096, 4096), (4096, 4104, 4096), (4096, 4096, 4104), (9, 128, 64)]
     narrowly = [(4096, 4112, 4096), (4096, 4096, 4128), (4096, 4128, 4112)]  # by rows of 32 or 64 bytes
-    assert not any(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in reached)
-    assert all(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in beyond + narrowly)
+    assert not any(Tiling(MatmulProblem(*extents), BASE).untiled for extents in reached)
+    assert all(Tiling(MatmulProblem(*extents), BASE).untiled for extents in beyond + narrowly)
 
 
 @untiled
@@ -97,7 +97,7 @@ def test_arrays_that_tiles_divide_are_tiled():
 )
 def test_whatever_the_extents_operands_are_loaded_and_results_stored_in_rows_of_128_bytes(problem):
     first = prune(KERNEL, problem, hopper.H200, CostModel(hopper.H200)).candidates()[0]
-    found = tiling.Tiling(problem, KERNEL.space(problem, TARGET).decode(first.schedule))
+    found = Tiling(problem, KERNEL.space(problem, TARGET).decode(first.schedule))
     assert found.swizzle == 128
     assert found.out_swizzle in ((128,) if found.epi_n == 64 else (64, 128))
 

@@ -10,10 +10,10 @@ from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footp
 
 from scheduler.measure import replay
 from search_spaces.jax_compat import plgpu
-from search_spaces.matmul.hopper import tiling
+from search_spaces.matmul.hopper import schedule
 from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.matmul.problem import MatmulProblem
-from search_spaces.matmul.rasterization import planar_snake
+from search_spaces.matmul.tiles import planar_snake
 
 FIRST_FIELDS = (
     "tile_m",
@@ -187,7 +187,7 @@ def test_ping_pong_is_for_ctas_with_several_tiles_and_may_wait_for_each_step_onl
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
         ping_pong = np.isin(points.consumers, PING_PONG)
         assert np.all(~ping_pong | (blocks > TARGET.cores))
-        may_wait = tiling.untiled(problem) & (points.consumers == "ping_pong")
+        may_wait = schedule.untiled(problem) & (points.consumers == "ping_pong")
         assert np.all(~ping_pong | (points.delay_release == 1) | may_wait)
         tiles = problem.batch * -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n)
         once = (tiles * points.split_k <= TARGET.cores) & (points.stages >= 6)

@@ -18,8 +18,8 @@ from values import ENVIRONMENT, FAST, SLOW, VERDICT, record, trial
 from scheduler.cli.app import app
 from scheduler.core.records import Entry, Failure, Key
 from scheduler.inspect import case, plots
-from scheduler.inspect.report import gather, page, pictures
-from scheduler.inspect.report.elements import element, extend, written
+from scheduler.inspect.report import content, page
+from scheduler.inspect.report.content import element, extend, written
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 
@@ -288,7 +288,7 @@ def test_a_tree_becomes_text_in_which_all_that_was_given_is_escaped():
 
 def test_a_report_of_nothing_says_so():
     origin = page.Origin(["here"], {"tile-scheduler": "1"}, "2026-03-01T12:00:00Z")
-    text = page.page([], [], origin, pictures.none([], ""))
+    text = page.page([], [], origin, content.no_pictures([], ""))
     assert "No record is stored." in text
     assert "Tile schedules: 0 records" in text
 
@@ -298,7 +298,7 @@ def test_records_are_explained_as_far_as_they_are_known_here():
     elsewhere = dataclasses.replace(known, key=dataclasses.replace(known.key, hardware="NVIDIA H200 (1 cores, 1 GiB)"))
     nobodys = dataclasses.replace(known, key=dataclasses.replace(known.key, operation="nobody's"))
     other = dataclasses.replace(known, key=dataclasses.replace(known.key, problem='{"x":1}'))
-    told = list(gather.gather([("here", one, []) for one in (known, elsewhere, nobodys, other)]))
+    told = list(content.gather([("here", one, []) for one in (known, elsewhere, nobodys, other)]))
     assert told[0].accounts
     assert told[0].command.endswith(" --force")
     assert [bool(one.unexplained) for one in told] == [False, True, True, True]
@@ -317,7 +317,7 @@ def test_a_problem_that_is_none_is_shown_as_it_is_written(problem, tmp_path):
 
 
 def test_the_winner_has_its_place_in_the_models_order():
-    told = list(gather.gather([("here", one, []) for one in shipped().records(operation="softmax")]))
+    told = list(content.gather([("here", one, []) for one in shipped().records(operation="softmax")]))
     places = [one.rank for one in told if one.record.winner.backend == "mosaic_gpu"]
     assert all(1 <= place <= among for place, among in places)
     assert any(place > 1 for place, _ in places)
@@ -355,10 +355,10 @@ def test_each_record_has_its_pictures_and_so_have_all_together(tmp_path):
 def test_a_light_picture_whose_colours_are_exchanged_is_the_dark_one():
     known = case.of_recording(SWEEP)
     one = dataclasses.replace(known, swept=False, record=next(shipped().records(operation="matmul")))
-    exchange = json.loads(pictures.colours())
+    exchange = json.loads(content.picture_colours())
     for draw, what in [(plots.gains, [one.record]), (plots.roofline, [one]), (plots.best_so_far, one)]:
         light, dark = (re.sub(r"\bp[0-9a-f]{8}\b", "", plots.svg(draw(what, dark=dark))) for dark in (False, True))
-        assert draw in pictures.EXCHANGED
+        assert draw in content.EXCHANGED_COLOURS
         assert light != dark
         # As the page's script does it: white words stay white.
         words = r"(<text[^>]*?fill: )#ffffff|#[0-9a-f]{6}\b"
@@ -397,7 +397,7 @@ def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, gr
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence_before_anything_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr("scheduler.inspect.report.gather.gather", None)
+    monkeypatch.setattr("scheduler.inspect.report.content.gather", None)
     assert "No such file or directory" in run("report", "--out", tmp_path / "no" / "report.html", status=1)
     assert "--pictures is few, all or none, not some" in run("report", "--pictures", "some", status=2)
     assert "no operation 'matmull'; did you mean 'matmul'?" in run("report", "--operation", "matmull", status=2)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scheduler.functions import in_turns
-from scheduler.functions.in_turns import Seconds, compare, faster, margin
-from scheduler.measure import gpu_lock
+from scheduler.functions import comparison
+from scheduler.functions.comparison import Seconds, is_faster, margin_of, time_interleaved
+from scheduler.measure import gpu
 
 
 def sleeping(seconds):
@@ -49,52 +49,52 @@ class Result:
 @pytest.mark.parametrize("calls", [1, 4, 20])
 def test_a_sample_waits_for_all_its_calls_and_the_device_for_the_first_alone(calls, ahead, monkeypatch):
     device = Device(0.004, launch=0.003)
-    monkeypatch.setattr(in_turns, "time", device)
-    assert in_turns.sample(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
+    monkeypatch.setattr(comparison, "time", device)
+    assert comparison.sample_seconds(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
 
 
 def test_who_sleeps_longer_is_slower_beyond_doubt():
-    times = compare({"short": sleeping(0.004), "long": sleeping(0.006)}, seconds=2)
-    assert faster(times["short"], times["long"])
-    assert not faster(times["long"], times["short"])
+    times = time_interleaved({"short": sleeping(0.004), "long": sleeping(0.006)}, seconds=2)
+    assert is_faster(times["short"], times["long"])
+    assert not is_faster(times["long"], times["short"])
     assert times["short"].rounds == times["long"].rounds >= 8
     assert 0.004 <= times["short"].median_s < times["long"].median_s
 
 
 def test_one_and_the_same_function_is_not_faster_than_itself():
     run = sleeping(0.02)
-    times = compare({"one": run, "other": run}, seconds=2)
-    assert abs(margin(times["one"], times["other"]).middle) < 0.3  # other processes may have the core meanwhile
+    times = time_interleaved({"one": run, "other": run}, seconds=2)
+    assert abs(margin_of(times["one"], times["other"]).middle) < 0.3  # other processes may have the core meanwhile
 
 
 def test_a_margin_pairs_rounds_so_that_a_drift_of_both_drops_out():
     drift = [1.0, 1.5, 2.0, 1.2, 3.0, 1.1, 2.5, 1.9, 1.0, 1.4]
     one, other = Seconds(tuple(drift)), Seconds(tuple(1.02 * s for s in drift))
-    found = margin(one, other)
+    found = margin_of(one, other)
     assert found.low == pytest.approx(0.02)
     assert found.high == pytest.approx(0.02)
-    assert faster(one, other)
+    assert is_faster(one, other)
 
 
 def test_too_few_rounds_leave_doubt():
-    assert not faster(Seconds((1.0,) * 5), Seconds((2.0,) * 5))
+    assert not is_faster(Seconds((1.0,) * 5), Seconds((2.0,) * 5))
 
 
 def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts():
-    times = compare({"one": sleeping(0.03)}, seconds=0.01, at_least_rounds=9)
+    times = time_interleaved({"one": sleeping(0.03)}, seconds=0.01, at_least_rounds=9)
     assert times["one"].rounds == 9
     assert times["one"].spread_s < 0.03
 
 
 @pytest.mark.parametrize(
-    ("seconds", "calls", "ahead"), [(0.00001, 2000, in_turns.MOST_AHEAD), (0.0005, 40, 6), (0.2, 1, 2)]
+    ("seconds", "calls", "ahead"), [(0.00001, 2000, comparison.MOST_AHEAD), (0.0005, 40, 6), (0.2, 1, 2)]
 )
 def test_short_calls_are_so_many_ahead_that_the_device_has_work_while_the_host_is_late(
     seconds, calls, ahead, monkeypatch
 ):
     device = Device(seconds)
-    monkeypatch.setattr(in_turns, "time", device)
-    sample, queue = in_turns._calls_and_ahead(device.run)
+    monkeypatch.setattr(comparison, "time", device)
+    sample, queue = comparison._calls_and_ahead(device.run)
     assert sample == pytest.approx(calls, abs=1)
     assert queue == pytest.approx(ahead, abs=1)
 
@@ -104,12 +104,12 @@ def test_what_a_function_raises_is_raised():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        compare({"broken": broken})
+        time_interleaved({"broken": broken})
 
 
 def test_nothing_to_time_is_said():
     with pytest.raises(ValueError, match="at least one"):
-        compare({})
+        time_interleaved({})
 
 
 def test_nobody_else_has_the_device_meanwhile():
@@ -117,12 +117,12 @@ def test_nobody_else_has_the_device_meanwhile():
 
     def run():
         try:
-            filelock.FileLock(gpu_lock.require("cpu")).acquire(timeout=0)
+            filelock.FileLock(gpu.require_device_lock("cpu")).acquire(timeout=0)
         except filelock.Timeout:
             refused.append(True)
         return jnp.zeros(())
 
-    compare({"one": run}, seconds=0.01)
+    time_interleaved({"one": run}, seconds=0.01)
     assert refused
-    with in_turns.turns_on(jax.devices()):
+    with comparison.interleaves_on(jax.devices()):
         pass  # given back

@@ -18,8 +18,7 @@ import scheduler
 from scheduler.cli import measuring
 from scheduler.cli.app import app
 from scheduler.core import interrupts
-from scheduler.core.interrupts import Watch, interruptible
-from scheduler.core.threads import Threads
+from scheduler.core.interrupts import Threads, Watch, interruptible
 from scheduler.store.database import Database
 from scheduler.store.store import Store
 from search_spaces.softmax import SOFTMAX

@@ -11,7 +11,7 @@ from operations import DOUBLE, DoubleProblem
 from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
 from scheduler.measure.runner import InProcess
-from scheduler.search import before, jobs
+from scheduler.search import baseline, jobs
 from scheduler.search.jobs import Malformed, Task, parse, parse_backends
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -156,7 +156,7 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
         # A schedule that neither the search nor the model would have named first.
         odd = dataclasses.replace(record.best(task.backends), schedule=ODD)
         store.put(dataclasses.replace(record, entries=(odd,)))
-    monkeypatch.setattr(before, "shipped", lambda: Store(tmp_path / "shipped.db"))
+    monkeypatch.setattr(baseline, "shipped", lambda: Store(tmp_path / "shipped.db"))
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
     assert result.before.schedule == ODD
     assert result.before.measured

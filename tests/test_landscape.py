@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from scheduler.cli import landscape_report
+from scheduler.cli import plotting
 from scheduler.cli.app import app
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.hardware import find
@@ -90,7 +90,7 @@ def test_choices_that_are_none_are_named():
 def printed(land):
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
-        for line in landscape_report.landscape(land):
+        for line in plotting.landscape_lines(land):
             console.print(line, markup=False, highlight=False)
     return captured.get().splitlines()
 

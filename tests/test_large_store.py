@@ -19,12 +19,12 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.hardware import CPU, identified
+from scheduler.core.neighbours import place_of
 from scheduler.core.records import Key
-from scheduler.core.similar import place_of
-from scheduler.inspect.order import order_of
-from scheduler.prediction.evidence import read
+from scheduler.inspect.case import order_of
+from scheduler.prediction.between import read
 from scheduler.prediction.transfer import MOST_SPELLINGS, near, nearest
-from scheduler.store import patience
+from scheduler.store import cache
 from scheduler.store.database import Database
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import load
@@ -233,13 +233,13 @@ def test_a_missed_shape_reads_a_few_records_however_many_there_are(many, work):
 
 
 def test_a_healthy_store_is_not_given_up_over_misses(many, monkeypatch):
-    monkeypatch.setattr(patience, "PROMPT_S", 0.0)  # every question counts
+    monkeypatch.setattr(cache, "PROMPT_S", 0.0)  # every question counts
     waited = []
-    monkeypatch.setattr(patience, "_worked_s", lambda thread: waited.append(thread) or 1e9)  # all of it was work
+    monkeypatch.setattr(cache, "_worked_s", lambda thread: waited.append(thread) or 1e9)  # all of it was work
     for k in range(30, 60, 2):
         scheduler.tuned_matmul(jnp.ones((8, k)), jnp.ones((k, 16)))
     assert waited
-    assert not patience.given_up(many.location)
+    assert not cache.has_given_up(many.location)
     scheduler.tuned_matmul(jnp.ones((8, 25)), jnp.ones((25, 16)), on_miss="error")
 
 
@@ -273,11 +273,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(patience.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(patience.time, "thread_time", lambda: 0.0)
-    monkeypatch.setattr(patience, "_worked_s", lambda thread: clock.worked)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(cache.time, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(cache, "_worked_s", lambda thread: clock.worked)
     yield clock
-    patience.forget("a store")
+    cache.forget_patience("a store")
 
 
 def test_what_a_question_computes_is_not_waited_for(clock):
@@ -288,14 +288,14 @@ def test_what_a_question_computes_is_not_waited_for(clock):
 
     for _ in range(5):
         clock.worked = 0.0
-        assert patience.patiently("a store", lambda: question(60, 60)) == "answer"
-    assert not patience.given_up("a store")
+        assert cache.call_with_timeout("a store", lambda: question(60, 60)) == "answer"
+    assert not cache.has_given_up("a store")
     clock.worked = 0.0
-    patience.patiently("a store", lambda: question(3, 1))  # 2 s of waiting
-    assert not patience.given_up("a store")
+    cache.call_with_timeout("a store", lambda: question(3, 1))  # 2 s of waiting
+    assert not cache.has_given_up("a store")
     clock.worked = 0.0
-    patience.patiently("a store", lambda: question(60, 57))
-    assert patience.given_up("a store")
+    cache.call_with_timeout("a store", lambda: question(60, 57))
+    assert cache.has_given_up("a store")
 
 
 # The list, and the report

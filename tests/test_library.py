@@ -16,11 +16,10 @@ from scheduler.dispatch import dispatch
 from scheduler.measure import replay
 from scheduler.measure.runner import InProcess
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import illegal
-from scheduler.model.pruning import prune
+from scheduler.model.pruning import illegal, prune
 from scheduler.prediction.predict import predict
-from scheduler.prediction.validation import recheck
-from scheduler.search.final_comparison import Rival, race
+from scheduler.prediction.transfer import recheck
+from scheduler.search.final_comparison import Contender, race
 from scheduler.search.sweep import sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -113,7 +112,7 @@ def test_a_record_of_before_there_were_programs_is_served_as_it_was():
 
 
 def test_a_tie_of_programs_goes_to_the_one_that_answers_unmeasured():
-    rivals = [Rival(label, library=True, onchip_bytes=0) for label in ('xla {"program":"plain"}', "xla {}")]
+    rivals = [Contender(label, library=True, onchip_bytes=0) for label in ('xla {"program":"plain"}', "xla {}")]
     measured = Measurement(1e-6, (1e-6,) * 10, "cupti", "cold")
     for order in (rivals, rivals[::-1]):
         assert race(order, lambda rival: measured).order[0] == "xla {}"

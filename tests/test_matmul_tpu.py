@@ -20,10 +20,9 @@ from values import ENVIRONMENT, FAST, SLOW
 import scheduler
 from scheduler import tuned_matmul
 from scheduler.core.hardware import find
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Record
-from scheduler.measure import static_profile
-from scheduler.model.feasibility import illegal
+from scheduler.core.records import Entry, Record, key_of
+from scheduler.measure import estimate
+from scheduler.model.pruning import illegal
 from scheduler.store.store import Store, default_url
 from search_spaces import Columns
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
@@ -240,7 +239,7 @@ def _compile(chip):
             if kernel(operation).supports(problem, hardware.target) is not None:
                 continue
             schedule = draw.choice(schedules(operation, problem, hardware))
-            profile = static_profile.profile(
+            profile = estimate.static_profile(
                 functools.partial(kernel(operation).run, problem, schedule, hardware.target),
                 problem.operands(),
                 hardware,

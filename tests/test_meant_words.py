@@ -13,10 +13,10 @@ from scheduler.core import hardware
 from scheduler.functions.optimize import optimize
 from scheduler.search import jobs
 from search_spaces import load
-from search_spaces.dtypes import NAMES, canonical, dtype_name
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
 from search_spaces.matmul import MatmulProblem
+from search_spaces.problem import NAMES, canonical, dtype_name
 from search_spaces.scaled_matmul.problem import ScaledMatmulProblem
 from search_spaces.space import meant
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch
         raise AssertionError("work was begun")
 
     monkeypatch.setattr("scheduler.measure.pool.start_runner", never)
-    monkeypatch.setattr("scheduler.cli.reporting.chosen", never)
+    monkeypatch.setattr("scheduler.cli.listing.chosen", never)
     job = tmp_path / "job.toml"
     job.write_text('operation = "matmul"\n[[problem]]\nm = 8\nn = 8\nk = 8\n')
     before = None

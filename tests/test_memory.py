@@ -16,9 +16,9 @@ from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import verification
 from scheduler.measure.bench import Bench
+from scheduler.measure.buffers import least_buffer_bytes, needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
-from scheduler.measure.rotation import least_bytes, needed_bytes
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.search.tuner import tune
@@ -120,22 +120,22 @@ def test_what_a_bench_holds_is_less_than_was_estimated_and_not_by_much(problem):
     assert isinstance(bench.measure("xla", {}, 3), Measurement)
     held = alive() - before
     assert bench.confirm("xla", {}) is None
-    needed = needed_bytes(problem, CPU)
-    assert least_bytes(problem) < held < needed
+    needed = needed_buffer_bytes(problem, CPU)
+    assert least_buffer_bytes(problem) < held < needed
 
 
 @pytest.mark.parametrize("problem", [QWEN, MatmulProblem(131072, 131072, 128), MatmulProblem(16384, 53248, 16384)])
 def test_what_memory_holds_once_fits_the_measuring_process(problem):
-    assert least_bytes(problem) < needed_bytes(problem, H200) < 140 * GIB - CONTEXT_BYTES
+    assert least_buffer_bytes(problem) < needed_buffer_bytes(problem, H200) < 140 * GIB - CONTEXT_BYTES
 
 
 def test_results_that_each_need_the_next_power_of_two_where_xla_autotunes_are_counted_so():
     """65536 x 65536 x 4096 in int8: results of 2^34 bytes, in regions of 2^35."""
     exact = MatmulProblem(65536, 65536, 4096, dtype="int8", out_dtype="int32")
     assert nbytes(exact.result()) == 2**34
-    assert needed_bytes(exact, H200) > 2**36
+    assert needed_buffer_bytes(exact, H200) > 2**36
     smaller = dataclasses.replace(exact, m=65024)
-    assert 2 * needed_bytes(smaller, H200) < 1.2 * needed_bytes(exact, H200)
+    assert 2 * needed_buffer_bytes(smaller, H200) < 1.2 * needed_buffer_bytes(exact, H200)
 
 
 def greedy(**fields):
@@ -157,7 +157,11 @@ def test_a_problem_joins_those_held_where_memory_holds_all_their_benches():
     least, some, large = DoubleProblem(8), DoubleProblem(5 * 2**22), DoubleProblem(2**25)
     with Pool(Gpu(index="", uuid="joining", driver="", free_bytes=3 * GIB), RunnerOptions(workers=1)) as pool:
         memory = pool._memory_bytes
-        assert needed_bytes(some, CPU) + needed_bytes(least, CPU) <= memory < 2 * needed_bytes(some, CPU)
+        assert (
+            needed_buffer_bytes(some, CPU) + needed_buffer_bytes(least, CPU)
+            <= memory
+            < 2 * needed_buffer_bytes(some, CPU)
+        )
         assert pool._joins((DOUBLE, large, "cold"), False), "nothing is held"
         with pool.holding(DOUBLE, some):
             assert pool._joins((DOUBLE, least, "cold"), False)
@@ -189,8 +193,8 @@ def test_what_finds_no_memory_is_tried_again_in_a_fresh_process_and_then_has_fai
 
 def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, monkeypatch):
     """As XLA's allocator on a GPU: in a run, whose limit follows from what ran before."""
-    monkeypatch.setattr("scheduler.measure.limits.RUN_LIMIT_S", 1.0)
-    monkeypatch.setattr("scheduler.measure.limits.ALLOCATOR_RETRY_S", 2.0)
+    monkeypatch.setattr("scheduler.measure.subprocess_pipe.RUN_LIMIT_S", 1.0)
+    monkeypatch.setattr("scheduler.measure.subprocess_pipe.ALLOCATOR_RETRY_S", 2.0)
     waiting = greedy(waits_s=2)
     assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
     assert pool.measure(waiting).stage == "memory"

@@ -28,7 +28,7 @@ from scheduler.core.errors import CacheMiss
 from scheduler.core.frames import Call, asked_by
 from scheduler.core.records import Key, Miss
 from scheduler.dispatch import dispatch
-from scheduler.store import noting
+from scheduler.store import misses
 from scheduler.store.misses import KEPT, MOST
 from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -41,16 +41,16 @@ P8 = MatmulProblem(8, 8, 8, dtype="float32").canonical()
 @pytest.fixture(autouse=True)
 def _noting(_own_cache, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "on")
-    monkeypatch.setattr(noting, "_writer", noting._Writer())
-    monkeypatch.setattr(noting, "BATCH_S", 0.05)
+    monkeypatch.setattr(misses, "_writer", misses._Writer())
+    monkeypatch.setattr(misses, "BATCH_S", 0.05)
     scheduler.reload()
     yield
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
 
 
 def noted(url=None):
     """Every miss, once what was noted is written."""
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     with contextlib.closing(Store(url or default_url())) as store:
         return store.misses.all()
 
@@ -165,7 +165,7 @@ def test_a_chip_that_is_not_here_has_misses_of_its_own():
 def test_the_environment_turns_it_off(word, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", word)
     layer(A)
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     assert not Path(default_url()).exists()
 
 
@@ -200,13 +200,13 @@ def test_of_ten_thousand_problems_the_rarest_and_oldest_go():
 
 
 def test_ten_thousand_distinct_problems_are_noted_without_a_call_that_waits(monkeypatch):
-    written, write, writer = threading.Event(), noting._Writer._write, noting._writer
+    written, write, writer = threading.Event(), misses._Writer._write, misses._writer
 
     def write_later(self, store):
         written.wait()
         write(self, store)
 
-    monkeypatch.setattr(noting._Writer, "_write", write_later)
+    monkeypatch.setattr(misses._Writer, "_write", write_later)
     cache = dispatch.user_cache()
     for number in range(MOST):
         cache.note(miss(str(number)))  # none of which is written before all have returned
@@ -250,7 +250,7 @@ def test_a_store_that_may_only_be_read_costs_nothing(open_path, monkeypatch, sil
     scheduler.reload()
     with frozen(open_path):
         assert (layer(A) == 8).all()
-        assert noting.flush(30)
+        assert misses.flush_misses(30)
     assert open_path.read_bytes() == before
 
 
@@ -259,7 +259,7 @@ def test_a_place_that_cannot_be_made_costs_nothing(tmp_path, monkeypatch, silent
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "file" / "cache.db"))
     scheduler.reload()
     assert (layer(A) == 8).all()
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
 
 
 def test_a_store_that_is_full_costs_nothing(silent):
@@ -269,13 +269,13 @@ def test_a_store_that_is_full_costs_nothing(silent):
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         for number in range(100):
-            noting.note(store, miss(str(number), line="x" * 1000))
-        assert noting.flush(30)
+            misses.queue_misses(store, miss(str(number), line="x" * 1000))
+        assert misses.flush_misses(30)
         assert store.get(values.KEY) == values.record()
 
 
 def test_a_store_that_refuses_is_asked_a_few_times_and_then_nothing_is_kept_for_it(monkeypatch):
-    monkeypatch.setattr(noting, "RETRY_S", 0.01)
+    monkeypatch.setattr(misses, "RETRY_S", 0.01)
     asked = []
 
     class Refusing:
@@ -287,13 +287,13 @@ def test_a_store_that_refuses_is_asked_a_few_times_and_then_nothing_is_kept_for_
                 asked.append(len(batch))
                 raise scheduler.StoreError("no")
 
-    store, writer = Refusing(), noting._writer
-    while len(asked) < noting.ATTEMPTS:
-        noting.note(store, miss(str(len(asked))))
+    store, writer = Refusing(), misses._writer
+    while len(asked) < misses.WRITE_ATTEMPTS:
+        misses.queue_misses(store, miss(str(len(asked))))
         time.sleep(0.01)
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     assert writer._waiting == {}
-    noting.note(store, miss())
+    misses.queue_misses(store, miss())
     assert writer._came.empty()
     assert asked[-1] >= 1
 
@@ -302,9 +302,9 @@ def test_what_a_locked_store_was_to_be_told_it_is_told_later(tmp_path):
     with locked_file(tmp_path / "own.db"):
         store = Store(tmp_path / "own.db")
         for _ in range(5):
-            noting.note(store, miss())  # which, if it waited, would do so for longer than this file is locked
-        assert not noting.flush(0.3)
-    assert noting.flush(30)
+            misses.queue_misses(store, miss())  # which, if it waited, would do so for longer than this file is locked
+        assert not misses.flush_misses(0.3)
+    assert misses.flush_misses(30)
     assert [one.lowered for one in store.misses.all()] == [5]
 
 
@@ -358,7 +358,7 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
         process = started(path, 1, TILE_SCHEDULER_CACHE=str(url))
         out, err = process.communicate()
     assert process.returncode == 0, err
-    assert float(out) < noting.EXIT_S + 10  # a lock, or a server, is waited for longer
+    assert float(out) < misses.EXIT_WAIT_S + 10  # a lock, or a server, is waited for longer
 
 
 def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from mma_matmul import A40, A100, BASE, CASES, H200, KERNEL, L40S, case, check, needs_mma
 
 from scheduler.core import hardware
-from scheduler.measure import lowered
+from scheduler.measure import build
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import Columns, Target
@@ -121,7 +121,7 @@ def test_onchip_bytes_are_what_lowering_asks_for(problem):
         abstract_device=jax.sharding.AbstractDevice(device_kind=L40S.kind, num_cores=L40S.cores, platform="cuda"),
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        asked = lowered.asked_onchip_bytes(lowered.lower(KERNEL, problem, one, L40S.target))
+        asked = build.requested_onchip_bytes(build.lower_candidate(KERNEL, problem, one, L40S.target))
     assert asked == KERNEL.footprint(problem, Columns.of([one]), L40S.target).onchip_bytes[0]
 
 

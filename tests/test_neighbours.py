@@ -8,13 +8,11 @@ from invented import H200, NOW, Alone
 
 import scheduler
 from scheduler.core.hardware import identified
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Key, Measurement, Record
+from scheduler.core.records import Entry, Key, Measurement, Record, key_of
 from scheduler.dispatch import dispatch
-from scheduler.model.feasibility import illegal
+from scheduler.model.pruning import illegal
 from scheduler.prediction.predict import predict
-from scheduler.prediction.transfer import distance, nearest
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import distance, nearest, recheck
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.functions import agreement, replacing
+from scheduler.functions import comparison, in_context
 from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
@@ -291,7 +291,7 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
 
 def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
     fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
-    operations = [operation.name for operation in replacing.answering().values()]
+    operations = [operation.name for operation in in_context.selected_backends().values()]
     asked = dict(zip(operations, (options.backends for options in fast._asked()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
@@ -381,12 +381,12 @@ def test_results_that_are_rounding_alone_may_differ_and_wrong_ones_may_not():
     right = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, 1e-9)}
     other = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, -1e-9)}
     moved = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, 3e-10)}
-    assert agreement.disagreement(right, other, 1e-6, lambda: moved) is None
-    assert "['zero']" in agreement.disagreement(right, other, 1e-6, lambda: right)
+    assert comparison.disagreement(right, other, 1e-6, lambda: moved) is None
+    assert "['zero']" in comparison.disagreement(right, other, 1e-6, lambda: right)
     tile = jnp.ones((512, 512))
-    assert agreement.disagreement(tile, tile.at[:8, :8].set(0.0), 2.0**-8, lambda: tile)
+    assert comparison.disagreement(tile, tile.at[:8, :8].set(0.0), 2.0**-8, lambda: tile)
     infinite = jnp.array([1.0, jnp.inf, jnp.nan])
-    assert agreement.disagreement(infinite, infinite, 1e-6, lambda: infinite) is None
-    assert "finite" in agreement.disagreement(infinite, jnp.array([1.0, 2.0, jnp.nan]), 1e-6, lambda: infinite)
+    assert comparison.disagreement(infinite, infinite, 1e-6, lambda: infinite) is None
+    assert "finite" in comparison.disagreement(infinite, jnp.array([1.0, 2.0, jnp.nan]), 1e-6, lambda: infinite)
     integers = jnp.arange(4)
-    assert agreement.disagreement(integers, integers + 1, 1e-6, lambda: integers)
+    assert comparison.disagreement(integers, integers + 1, 1e-6, lambda: integers)

@@ -10,7 +10,7 @@ import typer.testing
 import scheduler
 from scheduler import NoCandidate
 from scheduler.cli.app import app
-from search_spaces.errors import DeclarationError
+from search_spaces.space import DeclarationError
 
 RAISING = {
     "tile": ("tile=lambda x: (1, 1 // 0)", "the choice tile"),

@@ -20,10 +20,10 @@ from scheduler.core.errors import TakesHours
 from scheduler.core.hardware import CPU
 from scheduler.core.progress import FEWEST_TO_TELL, Pace
 from scheduler.core.records import Measurement
-from scheduler.measure.reduced import smaller
+from scheduler.measure.estimate import smaller
 from scheduler.measure.runner import InProcess
 from scheduler.search import tuner
-from scheduler.search.interpreter_time import search_seconds
+from scheduler.search.candidates import search_seconds
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation

@@ -19,9 +19,8 @@ from scheduler.core.records import Failure
 from scheduler.measure import compilers
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search import job_queue, jobs, places
-from scheduler.search.job_queue import Queue, Queued, expected_s
-from scheduler.search.places import Device
+from scheduler.search import job_queue, jobs
+from scheduler.search.job_queue import DeviceExecutor, Queue, Queued, expected_s
 from scheduler.search.task import Malformed, Task
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -72,7 +71,7 @@ def place(*runners, name="A"):
             raise started
         return started
 
-    return Device(start, name)
+    return DeviceExecutor(start, name)
 
 
 def tasks(*sizes, budget=3):
@@ -283,7 +282,7 @@ def test_a_device_that_is_closed_while_it_starts_leaves_no_runner():
         assert closed.wait(60)
         return runner
 
-    device = Device(start)
+    device = DeviceExecutor(start)
 
     def close():
         assert starting.wait(60)
@@ -305,11 +304,11 @@ def test_gpus_share_compile_processes_and_keep_what_was_asked_for(monkeypatch):
         started.append((options.device, options.workers, compilers and compilers.count, compilers))
         raise WorkerError("there is none")
 
-    monkeypatch.setattr(places, "start_runner", start)
+    monkeypatch.setattr(job_queue, "start_runner", start)
     monkeypatch.setattr(compilers, "cores", lambda: 64)
     monkeypatch.setattr(compilers, "PROCESS_BYTES", 1)
     for indices, options in (([0, 2, 3, 5], None), ([1], None), ([0, 1], RunnerOptions(workers=3, run_timeout_s=9))):
-        devices = places.gpus(DOUBLE, indices, options)
+        devices = job_queue.gpu_executors(DOUBLE, indices, options)
         for device in devices:
             with pytest.raises(WorkerError):
                 device.open()
@@ -330,7 +329,7 @@ def test_worker_processes_of_two_places_tune_a_job_together(tmp_path):
         both.wait(120)
         return runner
 
-    two = [Device(start, name) for name in "AB"]
+    two = [DeviceExecutor(start, name) for name in "AB"]
     store = Store(tmp_path / "cache.db")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,16 +23,15 @@ from scheduler.core.hardware import CPU, find
 from scheduler.core.records import Measurement
 from scheduler.inspect import case as cases
 from scheduler.inspect import plots
-from scheduler.inspect.bound import GROUPS, bounds, group_of
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.gains import Gain
+from scheduler.inspect.explain import GROUPS, bounds, group_of
 from scheduler.inspect.plots.gallery import gallery
-from scheduler.inspect.plots.roofline import Point
+from scheduler.inspect.plots.roofline import Gain, Point
 from scheduler.model.cost import CostModel
 from scheduler.model.traffic import block_loads, walk, window
 from scheduler.store.store import shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.matmul.rasterization import planar_snake
+from search_spaces.matmul.tiles import planar_snake
 from search_spaces.softmax import SOFTMAX
 
 pytestmark = pytest.mark.one_jax

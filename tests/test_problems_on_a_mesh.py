@@ -16,8 +16,8 @@ from operations import DOUBLE
 
 import scheduler
 from scheduler import tuned, tuned_flash_attention, tuned_gated_matmul, tuned_matmul, tuned_rms_norm, tuned_softmax
-from scheduler.functions.as_json import to_json
-from scheduler.store import noting
+from scheduler.functions.problems import to_json
+from scheduler.store import misses
 from scheduler.store.store import Store, default_url
 
 AUTO = (AxisType.Auto,) * 2
@@ -274,15 +274,15 @@ def test_a_call_with_a_schedule_of_its_own_asks_no_store():
 @pytest.mark.parametrize("on_miss", ["model", "xla", "tune", "error"])
 def test_it_is_what_the_compiled_function_asks_for_and_asks_nothing_itself(on_miss, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "on")
-    monkeypatch.setattr(noting, "_writer", noting._Writer())
+    monkeypatch.setattr(misses, "_writer", misses._Writer())
     scheduler.reload()
     args = X, array(3, 64, 256, over=(None, None, "model")), array(3, 256, 64, over=(None, "model"))
     found = {row.problem.canonical() for row in scheduler.problems(lambda *args: layers(*args, on_miss=on_miss), *args)}
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     with contextlib.closing(Store(default_url())) as store:
         assert (store.misses.all(), list(store.records())) == ([], [])
         jax.jit(lambda *args: layers(*args)).lower(*args).compile()
-        assert noting.flush(30)
+        assert misses.flush_misses(30)
         assert {miss.key.problem for miss in store.misses.all()} == found
 
 

@@ -8,12 +8,12 @@ from scheduler.measure.protocol import decode, encode
 from search_spaces.kernel import Target
 
 MESSAGES = [
-    protocol.Hello("GPU-1", "cuda"),
+    protocol.Init("GPU-1", "cuda"),
     protocol.Ready(Target("cuda", "NVIDIA H200", "sm_90", 132)),
-    protocol.Unable("no device\nat all"),
+    protocol.InitFailed("no device\nat all"),
     protocol.Request("measure", "m:OP", '{"n":8}', "xla", {}, 10, "cold", None, False),
     protocol.Request("again", "m:OP", "{}", "mosaic_gpu", {"m": 1, "swap": True, "by": "n"}, 3, "warm", 1e-6, True),
-    protocol.Announcement("compile"),
+    protocol.StepStarted("compile"),
     protocol.Answer(None),
     protocol.Answer(Measurement(0.1 + 0.2, (0.1, 1e-9), "cupti", "cold")),
     protocol.Answer(Failure("memory", 'all "gone"'), retryable=True, fatal="no memory"),

@@ -8,15 +8,15 @@ import statistics
 import pytest
 
 from scheduler.core.records import TIE, Failure, Measurement
-from scheduler.search.final_comparison import Rival, median_interval, race
+from scheduler.search.final_comparison import Contender, median_interval, race
 
 pytestmark = pytest.mark.one_jax
 
 REPETITIONS = 10
-LIBRARY = Rival("xla {}", library=True, onchip_bytes=0)
-SMALL = Rival('ours {"tile": 64}', library=False, onchip_bytes=64)
-LARGE = Rival('ours {"tile": 128}', library=False, onchip_bytes=128)
-OTHER = Rival('ours {"tile": 96}', library=False, onchip_bytes=96)
+LIBRARY = Contender("xla {}", library=True, onchip_bytes=0)
+SMALL = Contender('ours {"tile": 64}', library=False, onchip_bytes=64)
+LARGE = Contender('ours {"tile": 128}', library=False, onchip_bytes=128)
+OTHER = Contender('ours {"tile": 96}', library=False, onchip_bytes=96)
 
 
 class Device:
@@ -84,7 +84,7 @@ def test_a_tie_of_others_goes_to_the_smaller_footprint():
 
 
 def test_a_tie_of_equal_footprints_goes_by_the_label_in_whatever_order_they_come():
-    twins = [Rival(label, False, 64) for label in ("b", "a", "c")]
+    twins = [Contender(label, False, 64) for label in ("b", "a", "c")]
     for rivals in (twins, twins[::-1]):
         result = run((1.0, 1.0, 1.0), rivals, noise=0.0)
         assert result.order[0] == "a"

@@ -22,18 +22,16 @@ from scheduler import tuned, tuned_matmul
 from scheduler.cli.app import app
 from scheduler.core.errors import CacheMiss, DeviceLost, StoreError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import family_of, key_of
-from scheduler.core.ranges import HeldOut, Range, range_from_text, range_to_text
-from scheduler.core.records import Entry, Measurement, Record
+from scheduler.core.neighbours import HeldOut, Range, range_from_text, range_to_text
+from scheduler.core.records import Entry, Measurement, Record, family_of, key_of
 from scheduler.dispatch import dispatch
 from scheduler.fleet.driver import order
-from scheduler.prediction.between import Between, answer, between
+from scheduler.prediction.between import RangeAnswer, answer, between
 from scheduler.search import jobs
-from scheduler.search.job_queue import expected_s
-from scheduler.search.places import Device
+from scheduler.search.job_queue import DeviceExecutor, expected_s
 from scheduler.search.ranges import BRIEF_PER_STEP, HELD_OUT, NEAREST, ladder, plan_text
-from scheduler.search.task import How, Malformed, RangeTask, Task
-from scheduler.store import noting, text_files
+from scheduler.search.task import Malformed, RangeTask, SearchOptions, Task
+from scheduler.store import misses, text_files
 from scheduler.store.database import Database
 from scheduler.store.store import Store, build_shipped, default_url
 from search_spaces import Operation
@@ -157,7 +155,7 @@ def test_every_value_between_is_answered_nearly_as_fast_as_can_be_and_never_behi
     store, results, _ = tuned_range
     for n in {*range(1, 1025, 9), *range(27, 34), *range(440, 480, 3)} - set(results[-1].range.points):
         found = lookup(store, n)
-        assert isinstance(found, Between), n
+        assert isinstance(found, RangeAnswer), n
         time_s = seconds(n, found.backend, found.schedule.get("tile", 0))
         assert time_s <= 1.06 * best_s(n), n
         assert time_s <= 1.01 * seconds(n, "xla"), n
@@ -222,7 +220,7 @@ def test_an_interrupted_range_goes_on_and_measures_nothing_twice(tuned_range, di
 def test_at_several_places_the_points_are_the_same(tuned_range, tmp_path):
     _, results, whole = tuned_range
     runners, store = [Told(), Told(), Told()], Store(tmp_path / "cache.db")
-    where = [Device.of(runner) for runner in runners]
+    where = [DeviceExecutor.of(runner) for runner in runners]
     several = list(jobs.run([task()], where, store=store))
     assert several[-1].range.points == results[-1].range.points
     assert sorted(m for runner in runners for m in runner.measured) == sorted(whole.measured)
@@ -272,7 +270,7 @@ def test_where_every_place_is_lost_the_range_has_failed_and_says_so():
     store = Store(":memory:")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = list(jobs.run([task()], [Device.of(Lost())], store=store))
+        results = list(jobs.run([task()], [DeviceExecutor.of(Lost())], store=store))
     whole = results[-1]
     assert isinstance(whole.task, RangeTask)
     assert [result.task for result in results].count(whole.task) == 1
@@ -305,7 +303,7 @@ def test_memory_that_ends_in_the_range_ends_what_is_answered():
     assert f"n={made.points[-1] + 1}..1024 is left out: the device has no room" in results[-1].reason
     assert {r.state for r in results if r.task is not results[-1].task and r.task.problem.n > 600} == {"failed"}
     assert lookup(store, 601) == ""
-    assert isinstance(lookup(store, made.points[-1] - 1), Between)
+    assert isinstance(lookup(store, made.points[-1] - 1), RangeAnswer)
 
 
 def test_where_next_to_nothing_can_run_there_is_no_range_and_a_reason():
@@ -521,7 +519,7 @@ def test_a_call_between_two_points_is_a_hit_whatever_a_miss_would_do(own, monkey
     assert (decision.kernel.backend, decision.schedule.tile, decision.missed) == ("scripted", 8, None)
     assert decision.reason.startswith("the range n=1..1024: measured at n=")
     assert tuned(STEPPED)(jnp.ones(77), on_miss=on_miss).tolist() == [2.0] * 77
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     with contextlib.closing(Store(own)) as store:
         assert store.misses.all() == []
 
@@ -685,7 +683,7 @@ def test_ranges_travel_with_records_as_lines_and_in_directories(tmp_path):
 def test_a_fleet_is_told_what_to_try_first_and_that_a_search_is_brief(tuned_range):
     store, results, _ = tuned_range
     brief = next(result.task for result in results if getattr(result.task, "brief", False))
-    sent = order(brief, How(), CPU, values.ENVIRONMENT, store)
+    sent = order(brief, SearchOptions(), CPU, values.ENVIRONMENT, store)
     assert (sent.first, sent.brief) == (brief.first, True)
     assert brief.first
 
@@ -706,7 +704,7 @@ def command(*words, code=0):
 
 def test_from_the_command_line_a_range_is_tuned_listed_shown_explained_carried_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("scheduler.search.places.start_runner", lambda *_: Told())
+    monkeypatch.setattr("scheduler.search.job_queue.start_runner", lambda *_: Told())
     out, said = command("tune", OWN, "n=20..34", "--budget", 3)
     assert "stepped n=20..34: 3 searches of 3 trials, at most 6 of 3 between them, and 5 of 3" in said
     assert "n=20..34 is answered by the records at" in out
@@ -756,13 +754,13 @@ def test_a_range_that_a_command_cannot_take_is_a_usage_error(words, complaint):
 
 def test_a_miss_that_lies_in_a_range_tuned_since_is_settled(own, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "on")
-    monkeypatch.setattr(noting, "BATCH_S", 0.05)
+    monkeypatch.setattr(misses, "BATCH_S", 0.05)
     with contextlib.closing(Store(own)) as store:
         (made,) = store.ranges.all()
         store.ranges.forget(made)
         scheduler.reload()
         decide(77, on_miss="xla")
-        assert noting.flush(30)
+        assert misses.flush_misses(30)
         out, _ = command("misses", "--own", OWN)
         assert "n=77" in out
         store.ranges.put(made)

@@ -6,11 +6,9 @@ import warnings
 
 import pytest
 
-from scheduler.core import safe_text
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Failure, Key
-from scheduler.core.redaction import redacted, shown_url
-from scheduler.core.safe_text import encodable, one_line, printable
+from scheduler.core.text import encodable, one_line, printable, redacted, shown_url, warn_safely
 from scheduler.inspect import doctor
 from scheduler.store.store import Store
 
@@ -112,7 +110,7 @@ def test_text_of_others_acts_on_nothing(text, caplog):
     forged = f"{text}\nWARNING forged"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        safe_text.warn(forged)
+        warn_safely(forged)
     with caplog.at_level(logging.DEBUG, "scheduler"):
         logging.getLogger("scheduler").warning("%s: %s", key, forged)
     told = [str(key), str(StoreError(text)), printable(text), str(warned[0].message), caplog.messages[0]]

@@ -14,13 +14,13 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import Measurement
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench
-from scheduler.measure.checks import PARTS, prepare
-from search_spaces import reference_programs
+from scheduler.measure.buffers import PARTS, prepare
+from search_spaces import checking
+from search_spaces.checking import compiled_program, program_of, shared_in
 from search_spaces.configuration import measurements
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.reference_programs import compiled, program, shared_in
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
@@ -29,8 +29,8 @@ PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype=
 @pytest.fixture
 def compilations(monkeypatch):
     """What was compiled rather than loaded."""
-    made, compile_one = [], reference_programs._compile
-    monkeypatch.setattr(reference_programs, "_compile", lambda lowered: made.append(lowered) or compile_one(lowered))
+    made, compile_one = [], checking._compile
+    monkeypatch.setattr(checking, "_compile", lambda lowered: made.append(lowered) or compile_one(lowered))
     return made
 
 
@@ -44,10 +44,10 @@ def test_what_one_has_compiled_the_others_load_and_get_the_same_results(tmp_path
         return [x[:, :24][:, rows % 24] for x in PROBLEM.reference(*args)]
 
     inputs = PROBLEM.inputs(0)
-    alone = compiled(reference, PROBLEM.operands())(*inputs)
+    alone = compiled_program(reference, PROBLEM.operands())(*inputs)
     del compilations[:]
     with shared_in(str(tmp_path)):
-        results = [compiled(reference, PROBLEM.operands())(*inputs) for _ in range(3)]
+        results = [compiled_program(reference, PROBLEM.operands())(*inputs) for _ in range(3)]
     assert len(compilations) == 1
     for result in results:
         assert all(jnp.array_equal(one, other) for one, other in zip(result, alone, strict=True))
@@ -56,10 +56,10 @@ def test_what_one_has_compiled_the_others_load_and_get_the_same_results(tmp_path
 def test_another_program_is_compiled_and_without_a_directory_each_is(tmp_path, compilations):
     x = jax.ShapeDtypeStruct((8,), "float32")
     with shared_in(str(tmp_path)):
-        assert compiled(jnp.sin, [x])(jnp.zeros(8))[0] == 0
-        assert compiled(jnp.cos, [x])(jnp.zeros(8))[0] == 1
+        assert compiled_program(jnp.sin, [x])(jnp.zeros(8))[0] == 0
+        assert compiled_program(jnp.cos, [x])(jnp.zeros(8))[0] == 1
     for _ in range(2):
-        compiled(jnp.sin, [x])
+        compiled_program(jnp.sin, [x])
     assert len(compilations) == 4
 
 
@@ -67,21 +67,21 @@ def test_another_program_is_compiled_and_without_a_directory_each_is(tmp_path, c
 def test_what_cannot_be_loaded_is_compiled(tmp_path, compilations, content):
     sine = jnp.sin, [jax.ShapeDtypeStruct((8,), "float32")]
     with shared_in(str(tmp_path)):
-        compiled(*sine)
+        compiled_program(*sine)
         (kept,) = (path for path in tmp_path.iterdir() if not path.suffix)
         kept.write_bytes(content)
-        assert compiled(*sine)(jnp.zeros(8))[0] == 0
+        assert compiled_program(*sine)(jnp.zeros(8))[0] == 0
     assert len(compilations) == 2
 
 
 def test_operands_are_drawn_by_programs_that_are_shared_and_are_the_same_without(tmp_path, compilations):
     problem = MatmulProblem(24, 16, 8, bias="bfloat16")
     alone = problem.inputs(3)
-    reference_programs._RAN.clear()
+    checking._RAN.clear()
     with shared_in(str(tmp_path)):
         first = problem.inputs(3)
         count = len(compilations)
-        reference_programs._RAN.clear()  # as another process
+        checking._RAN.clear()  # as another process
         second = problem.inputs(3)
     assert len(compilations) == count == len({x.shape for x in first}) + 1, "one for each operand, one that scales"
     for drawn in (first, second):
@@ -98,16 +98,16 @@ def test_what_another_process_has_compiled_by_name_is_not_even_traced(tmp_path):
 
     with shared_in(str(tmp_path)):
         for factor in (2, 3, 2, 3):
-            reference_programs._RAN.clear()
+            checking._RAN.clear()
             jax.clear_caches()  # as another process
-            assert program(scaled, jnp.ones(4), factor=factor)(jnp.ones(4)).tolist() == [factor] * 4
-        assert program(scaled, jnp.ones(5), factor=2)(jnp.ones(5)).tolist() == [2] * 5
+            assert program_of(scaled, jnp.ones(4), factor=factor)(jnp.ones(4)).tolist() == [factor] * 4
+        assert program_of(scaled, jnp.ones(5), factor=2)(jnp.ones(5)).tolist() == [2] * 5
     assert traced == [2, 3, 2]
 
 
 def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkeypatch):
     turns, within, compiled_within = [], [], []
-    compile_one = reference_programs._compile
+    compile_one = checking._compile
 
     def compile_noted(lowered):
         compiled_within.append(bool(within))
@@ -122,9 +122,9 @@ def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkey
         if outermost:
             turns.append("one")
 
-    monkeypatch.setattr(reference_programs, "_compile", compile_noted)
-    reference_programs._RAN.clear()
-    with shared_in(str(tmp_path)), reference_programs.in_turns(turn):
+    monkeypatch.setattr(checking, "_compile", compile_noted)
+    checking._RAN.clear()
+    with shared_in(str(tmp_path)), checking.compile_in_turn(turn):
         MatmulProblem(16, 24, 8).inputs(0)
     assert turns == ["one"], "for both operands"
     assert compiled_within == [False, False]
@@ -145,7 +145,7 @@ def test_what_one_process_prepares_another_only_loads(tmp_path, compilations, op
             prepare(problem, jax.devices("cpu")[0], part)
         made = len(compilations)
         assert made >= 4, "operands, the reference, what compares, what is written over"
-        reference_programs._RAN.clear()
+        checking._RAN.clear()
         bench = Bench(operation, problem, CPU)
         assert isinstance(bench.measure("xla", {}, 2), Measurement)
         for kind in problem.special():

@@ -24,8 +24,7 @@ from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.hardware import CPU, find, swept
-from scheduler.core.identity import key_of, schedule_to_text
-from scheduler.core.records import Failure, Measurement
+from scheduler.core.records import Failure, Measurement, key_of, schedule_to_text
 from scheduler.measure.replay import Recorder, Replay, read, read_again
 from scheduler.measure.runner import InProcess, Task
 from scheduler.search.sweep import file_name, sweep

@@ -13,14 +13,12 @@ from values import VERDICT, record
 
 from scheduler.cli import record_report
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
-from scheduler.core.quantities import faster_text, ratio_text, seconds_text
-from scheduler.core.records import Entry, Measurement, Trial, Verdict
+from scheduler.core.records import Entry, Measurement, Trial, Verdict, key_of
+from scheduler.core.text import faster_text, ratio_text, seconds_text
 from scheduler.inspect import case as cases
-from scheduler.inspect.predicted import without_prediction
-from scheduler.inspect.verdict import gain_text, interval_text, order_note, standing, verdict
-from scheduler.inspect.wording import compared, difference
-from scheduler.search.final_comparison import Rival, race
+from scheduler.inspect.explain import without_prediction
+from scheduler.inspect.verdict import compared, difference, gain_text, interval_text, order_note, standing, verdict
+from scheduler.search.final_comparison import Contender, race
 from scheduler.store.store import shipped
 from search_spaces import load
 from search_spaces.matmul import MatmulProblem
@@ -51,7 +49,7 @@ def test_a_tie_that_goes_to_the_library_is_not_called_a_win(pallas_s, confidence
 def raced(times, library="xla"):
     """The record of a real run-off in which each of `times` takes what is written, round after round."""
     clocks = {name: iter(rounds * 3) for name, rounds in times.items()}
-    rivals = [Rival(f"{name} {{}}", name == library, 0) for name in times]
+    rivals = [Contender(f"{name} {{}}", name == library, 0) for name in times]
     ended = race(rivals, lambda rival: timed(*[next(clocks[rival.label.split()[0]])] * 2))
     entries = tuple(Entry(label.split()[0], 1, {}, ended.times[label], 1e-4) for label in ended.order)
     return dataclasses.replace(record(confidence=ended.verdict), entries=entries)

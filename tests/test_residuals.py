@@ -10,10 +10,17 @@ from invented import H200, NOW
 from scheduler.core import codec
 from scheduler.core.records import Calibration, Measurement, Observation, Trial, variant_of
 from scheduler.model.calibration import calibrate
-from scheduler.model.constants import calibrations, residuals_of
+from scheduler.model.constants import (
+    MIN_RESIDUALS,
+    Covariance,
+    ProblemPoint,
+    Residuals,
+    calibrations,
+    fitted,
+    residuals_of,
+)
 from scheduler.model.cost import CostModel
-from scheduler.model.residuals import LEAST, Covariance, ProblemPoint, Residuals, fitted
-from scheduler.prediction.predict import SURE, predict
+from scheduler.prediction.predict import MIN_GAIN_PROBABILITY, predict
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 KERNEL = MATMUL.kernel("mosaic_gpu")
@@ -60,7 +67,7 @@ def test_the_likeliest_covariance_follows_the_spread_of_errors_and_few_problems_
     calm = fitted(places, [0.01 * (-1) ** i for i in range(len(places))])
     wild = fitted(places, [0.4 * math.sin(i) for i in range(len(places))])
     assert calm.deviation < wild.deviation
-    assert fitted(places[: LEAST - 1], [0.4] * (LEAST - 1)) == Covariance()
+    assert fitted(places[: MIN_RESIDUALS - 1], [0.4] * (MIN_RESIDUALS - 1)) == Covariance()
 
 
 def test_a_covariance_is_kept_among_constants_and_values_that_mean_nothing_are_left_out():
@@ -113,7 +120,7 @@ def test_a_calibration_of_before_has_no_observations():
 def test_where_the_library_was_always_slower_than_predicted_a_kernel_answers_and_where_faster_it_does_not():
     slow, fast = (answer(calibration("xla", factor), calibration("mosaic_gpu", 1.0)) for factor in (1.3, 0.7))
     assert (slow.backend, fast.backend) == ("mosaic_gpu", "xla")
-    assert fast.faster < SURE <= slow.faster
+    assert fast.faster < MIN_GAIN_PROBABILITY <= slow.faster
     assert slow.library_s == pytest.approx(fast.library_s * 1.3 / 0.7, rel=0.05)
 
 

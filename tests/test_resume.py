@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 from scheduler.cli.app import app
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import key_of
-from scheduler.core.records import Failure, Measurement
-from scheduler.measure import rotation
+from scheduler.core.records import Failure, Measurement, key_of
+from scheduler.measure import buffers
 from scheduler.measure.runner import InProcess
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -191,9 +190,12 @@ def test_trials_under_another_clock_or_with_operands_elsewhere_are_made_again():
 def test_the_condition_of_a_measurement_is_known_before_it_is_made():
     measured = InProcess()
     record = tune(PACED, PROBLEM, budget=1, runner=measured)
-    assert (record.winner.measurement.clock, record.winner.measurement.l2) == rotation.condition(PROBLEM, CPU)
-    assert rotation.condition(MatmulProblem(4096, 4096, 4096), find("NVIDIA H200")) == ("cupti", "cold")
-    assert rotation.condition(MatmulProblem(8, 8, 8), find("NVIDIA H200")) == ("cupti", "warm")  # too small to rotate
+    assert (record.winner.measurement.clock, record.winner.measurement.l2) == buffers.timing_conditions(PROBLEM, CPU)
+    assert buffers.timing_conditions(MatmulProblem(4096, 4096, 4096), find("NVIDIA H200")) == ("cupti", "cold")
+    assert buffers.timing_conditions(MatmulProblem(8, 8, 8), find("NVIDIA H200")) == (
+        "cupti",
+        "warm",
+    )  # too small to rotate
 
 
 def test_what_was_cut_short_is_forgotten_on_request(tmp_path):

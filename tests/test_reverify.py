@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
-from scheduler.inspect import provenance
+from scheduler.core.records import Entry, Environment, Failure, Measurement, Record, key_of
+from scheduler.inspect import case
 from scheduler.measure.runner import InProcess
 from scheduler.prediction.predict import predict
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search.reverify import reverify
 from scheduler.store.store import Store
 from search_spaces import Operation
@@ -139,8 +138,8 @@ def test_a_refreshed_record_has_todays_order_times_and_environment_and_keeps_wha
     fresh = verdict(runner).refreshed
     assert [(e.backend, e.measurement.median_s) for e in fresh.entries] == [("scripted", 1e-3), ("xla", 1.1e-3)]
     assert fresh.environment == runner.environment
-    assert provenance.stale(record())
-    assert not provenance.stale(fresh)
+    assert case.stale(record())
+    assert not case.stale(fresh)
     old = record()
     assert (fresh.key, fresh.versions, fresh.budget, fresh.tried, fresh.space) == (
         old.key,

@@ -11,16 +11,15 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from scheduler.core.hardware import find
-from scheduler.measure import static_profile
-from scheduler.model.feasibility import onchip_demand, onchip_limit
+from scheduler.measure import estimate
+from scheduler.model.pruning import onchip_demand, onchip_limit
 from search_spaces import Columns
 from search_spaces.add_rms_norm import ADD_RMS_NORM
 from search_spaces.problem import as_tuple
 from search_spaces.rms_norm import RMS_NORM
-from search_spaces.rowwise.tpu.chunked_rows import ChunkGrid
-from search_spaces.rowwise.tpu.schedule import HalvesSchedule, RowSchedule
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD
+from search_spaces.rowwise.tpu.row_blocks import ChunkGrid
+from search_spaces.rowwise.tpu.space import HalvesSchedule, RowSchedule
+from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_BACKWARD
 from search_spaces.softmax import SOFTMAX
 from tests.static_profiles import compiled, needs_libtpu
 
@@ -208,7 +207,7 @@ def _compile(chip, count):
     hardware = find(chip)
     for operation, problem, schedule in drawn(chip, int(count), seed=chip):
         demand = kernel(operation).footprint(problem, Columns.of([schedule]), hardware.target)
-        said = static_profile.profile(
+        said = estimate.static_profile(
             lambda *args: kernel(operation).run(problem, schedule, hardware.target, *args),  # noqa: B023
             problem.operands(),
             hardware,

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from search_spaces.front_end import split_axes
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
-from search_spaces.unfolded import unfold
 
 TARGET = Target("cpu", "cpu", "cpu", 1)
 LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))
@@ -22,7 +22,7 @@ def product(problem: MatmulProblem, *args: jax.Array) -> jax.Array:
     """XLA's product, insisting on the operands that the problem describes, folded or not."""
     assert [x.dtype for x in args] == [s.dtype for s in problem.operands()]
     sharding = rules.shard(problem)
-    unfolded = unfold(sharding, problem, [x.shape for x in args])
+    unfolded = split_axes(sharding, problem, [x.shape for x in args])
     (result,) = unfolded.at_once(problem, lambda p, *xs: MATMUL.library.results(p, Library(), TARGET, *xs), *args)
     assert (result.size, result.dtype) == (problem.result().size, problem.result().dtype)
     return result

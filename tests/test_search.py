@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from scheduler.core.hardware import find
 from scheduler.model.calibration import observed
 from scheduler.model.cost import CostModel
-from scheduler.search import dataset, gaussian_process
-from scheduler.search.gaussian_process import expected_improvement, predict
+from scheduler.search import samplers, sweep
+from scheduler.search.samplers import expected_improvement, predict
 from scheduler.search.search import Search
 from search_spaces import Space
 from search_spaces.matmul import MATMUL
@@ -325,7 +325,7 @@ def test_sixteen_trials_of_recorded_schedules_come_within_three_percent():
 @functools.cache
 def swept(name):
     """A recorded sweep: candidates as the model predicts them, and their measured seconds."""
-    ((problem, trials),) = dataset.recorded(MATMUL, SWEEPS / f"matmul-{name}.jsonl.gz").trials.items()
+    ((problem, trials),) = sweep.recorded_measurements(MATMUL, SWEEPS / f"matmul-{name}.jsonl.gz").trials.items()
     kernel = MATMUL.kernel("mosaic_gpu")
     seen = observed(kernel, problem, H200, trials)
     predicted = CostModel(H200).seconds(kernel.footprint(problem, seen.schedules, H200.target))
@@ -395,11 +395,11 @@ def test_the_improvement_expected_of_a_certain_point_is_its_gain():
 
 
 def test_a_process_over_few_and_over_many_times_is_one_formula(monkeypatch):
-    random, (few, many) = np.random.default_rng(0), (gaussian_process._THREADED, 0)
+    random, (few, many) = np.random.default_rng(0), (samplers._THREADED, 0)
     x, y, at = random.random((40, 9)), random.random(40), random.random((300, 9))
     expected = []
     for threaded in (few, many):
-        monkeypatch.setattr(gaussian_process, "_THREADED", threaded)
+        monkeypatch.setattr(samplers, "_THREADED", threaded)
         expected.append(np.concatenate(predict(x, y, at)))
     assert expected[0] == pytest.approx(expected[1], rel=1e-9)
 
@@ -409,7 +409,7 @@ def test_the_surrogate_leaves_the_other_cores_to_the_workers_that_compile():
     program = """
 import sys, time
 import numpy as np
-from scheduler.search.gaussian_process import predict
+from scheduler.search.samplers import predict
 random = np.random.default_rng(0)
 x, y, at = random.random((40, 12)), random.random(40), random.random((1500, 12))
 predict(x, y, at)

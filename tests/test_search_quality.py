@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scheduler.measure import replay
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import search_quality

@@ -14,7 +14,7 @@ from operations import DOUBLE, DoubleProblem
 import scheduler
 from scheduler import tuned, tuned_softmax
 from scheduler.core.hardware import CPU
-from scheduler.measure import buffers, rotation, verification
+from scheduler.measure import buffers, verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
 from search_spaces import (
@@ -32,7 +32,7 @@ from search_spaces import (
 )
 from search_spaces.kernel import Library
 from search_spaces.problem import nbytes
-from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
+from search_spaces.softmax import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
 
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
 ours = functools.partial(tuned_softmax, return_lse=True)
@@ -286,8 +286,8 @@ def test_buffers_for_all_results_are_poisoned_and_written_over():
 def test_memory_and_traffic_count_every_result():
     pair, single = PairProblem(2**20), DoubleProblem(2**20)
     assert pair.bytes_moved == single.bytes_moved + 2 * 2
-    assert rotation.least_bytes(pair) == rotation.least_bytes(single) + 2 * 2
-    assert rotation.needed_bytes(pair, CPU) > rotation.needed_bytes(single, CPU)
+    assert buffers.least_buffer_bytes(pair) == buffers.least_buffer_bytes(single) + 2 * 2
+    assert buffers.needed_buffer_bytes(pair, CPU) > buffers.needed_buffer_bytes(single, CPU)
     library = PAIR.library.footprint(pair, Columns.of([Library()]), CPU.target)
     assert float(library.tile.bytes_written[0]) == 4 * 2**20 + 4
     with pytest.raises(ValueError, match="which no memory holds"):

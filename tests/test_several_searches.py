@@ -12,12 +12,11 @@ from processes import started
 
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU, GIB
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
-from scheduler.measure.benches_at_hand import BenchesAtHand
+from scheduler.core.records import Entry, Environment, Failure, Measurement, Record, key_of
+from scheduler.measure.bench import BenchesAtHand
+from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
-from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.search import jobs
 from scheduler.search.reverify import reverify
@@ -70,7 +69,7 @@ def what(problem):
 def large():
     """A problem that leaves no memory for another in the pool."""
     problem = DoubleProblem(3 * 2**23)
-    assert GIB < needed_bytes(problem, CPU) < 3 * GIB // 2
+    assert GIB < needed_buffer_bytes(problem, CPU) < 3 * GIB // 2
     return problem
 
 

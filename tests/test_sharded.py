@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.dispatch.digest import digest
 from scheduler.dispatch.dispatch import Options
+from scheduler.dispatch.listening import digest
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
@@ -23,7 +23,7 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 from search_spaces.sharding import divide
-from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
+from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 
 ROOT = Path(__file__).parents[1]
 

@@ -137,7 +137,7 @@ def test_an_operation_that_says_nothing_is_xla_s(capfd):
 @given(st.data())
 def test_each_usual_way_has_whole_extents_of_any_operation(data):
     """What devices have together is what was there, and no axis divides twice."""
-    from scheduler.inspect.example import example
+    from scheduler.inspect.case import example
 
     operation = load(data.draw(st.sampled_from(OPERATIONS)))
     problem = example(operation, data.draw(st.sampled_from([8, 24, 256])))

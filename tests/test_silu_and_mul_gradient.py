@@ -17,8 +17,7 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.prediction.predict import predict
 from scheduler.store.store import shipped
-from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
-from search_spaces.silu_and_mul_jvp import SiluAndMulJvpProblem
+from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem, SiluAndMulJvpProblem
 
 KERNEL = SILU_AND_MUL_BACKWARD.kernel("mosaic_gpu")
 TARGET = hopper.H200.target

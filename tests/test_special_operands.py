@@ -14,28 +14,28 @@ from scheduler.core.hardware import CPU
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench, calls_to_confirm
 from scheduler.measure.verification import mismatch, mismatches
-from search_spaces import load_known, special_values
-from search_spaces.errors import DeclarationError
+from search_spaces import checking, load_known
 from search_spaces.flash_attention import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GatedMatmulProblem
 from search_spaces.matmul import MatmulProblem
 from search_spaces.problem import DOWN, PROPORTIONAL, Tolerance, as_tuple
 from search_spaces.scaled_matmul import ScaledMatmulProblem
+from search_spaces.space import DeclarationError
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def drawn(dtype, kind, shape=(16, 32)):
     x = jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype)
-    (made,) = special_values.altered((x,), kind)
+    (made,) = checking.with_special_values((x,), kind)
     assert (made.shape, made.dtype) == (x.shape, x.dtype)
     return np.asarray(made.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_and_tiny_numbers_are_finite_and_have_zeros_of_both_signs(dtype):
-    for kind in special_values.FINITE:
+    for kind in checking.FINITE:
         values = drawn(dtype, kind)
         assert np.isfinite(values).all()
         zeros = values[values == 0]
@@ -64,7 +64,7 @@ def test_special_numbers_are_in_some_rows_and_leave_the_others():
     assert np.isneginf(least[4]).all()
     assert np.isnan(nan).any(axis=1).sum() == 4
     x = jnp.ones((16, 32))
-    *_, second = special_values.altered((x, x), "nan")
+    *_, second = checking.with_special_values((x, x), "nan")
     assert int(jnp.isnan(second).sum()) == 1, "or no number is left in a product"
 
 
@@ -72,17 +72,17 @@ def test_integers_take_their_extremes_unless_they_are_indices():
     for dtype in ("int8", "uint8", "int32", "uint16"):
         info = jnp.iinfo(dtype)
         x = jnp.full((16, 32), 5, dtype)
-        (large,) = special_values.altered((x,), "large")
+        (large,) = checking.with_special_values((x,), "large")
         assert {int(info.min), int(info.max), 0, 1, 5} <= set(np.asarray(large).ravel().tolist())
-        assert special_values.altered((x,), "large", integers=False)[0] is x
-        assert jnp.array_equal(special_values.altered((x,), "nan")[0], x)
+        assert checking.with_special_values((x,), "large", integers=False)[0] is x
+        assert jnp.array_equal(checking.with_special_values((x,), "nan")[0], x)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (1, 1, 1), (3, 5, 2)])
 def test_arrays_of_any_shape_have_special_values(shape):
-    for kind in special_values.KINDS:
+    for kind in checking.VALUE_KINDS:
         x = jnp.ones(shape, jnp.float32)
-        (made,) = special_values.altered((x,), kind)
+        (made,) = checking.with_special_values((x,), kind)
         assert made.shape == shape
 
 
@@ -107,7 +107,7 @@ class OwnInputs(DoubleProblem):
 
 
 def test_what_draws_its_own_operands_promises_no_others():
-    assert DoubleProblem(8).special() == special_values.KINDS
+    assert DoubleProblem(8).special() == checking.VALUE_KINDS
     assert OwnInputs(8).special() == ()
 
     names = itertools.count()
@@ -122,11 +122,11 @@ def test_what_draws_its_own_operands_promises_no_others():
     def inputs(rng, x, i):
         return jax.random.normal(rng, x.shape), jnp.arange(4, dtype=jnp.int32) + 3
 
-    assert own().special() == special_values.KINDS
+    assert own().special() == checking.VALUE_KINDS
     assert own(inputs=inputs).special() == own(special=False).special() == ()
     assert own(special=("nan", "tiny")).special() == ("tiny", "nan")
     both = own(inputs=inputs, special=True)
-    assert both.special() == special_values.KINDS
+    assert both.special() == checking.VALUE_KINDS
     x, i = both.special_inputs("large", 0)
     assert float(jnp.abs(x).max()) > 10
     assert i.tolist() == [3, 4, 5, 6]
@@ -210,8 +210,8 @@ def test_integers_stay_exact_in_float32():
 
 def test_a_search_knows_how_often_it_calls_its_finalists():
     small, large = DoubleProblem(8), DoubleProblem(2**23)
-    assert calls_to_confirm(small) == 10 + len(special_values.KINDS) + 1
-    assert calls_to_confirm(large) == 5 + len(special_values.KINDS) + 1
+    assert calls_to_confirm(small) == 10 + len(checking.VALUE_KINDS) + 1
+    assert calls_to_confirm(large) == 5 + len(checking.VALUE_KINDS) + 1
 
 
 def test_a_kernel_that_allows_itself_more_is_allowed_more_of_special_operands():

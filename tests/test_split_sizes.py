@@ -10,7 +10,7 @@ import pytest
 
 import scheduler
 from scheduler import tuned, tuned_matmul
-from search_spaces.jaxprs import equations
+from search_spaces.fingerprint import all_equations
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
 
@@ -47,7 +47,7 @@ def close(actual, expected, rtol=2e-4):
 
 def problems(f, *args):
     """What the tuned calls of a function pose, in its order."""
-    called = (e for e in equations(jax.make_jaxpr(f)(*args)) if e.primitive.name == "tuned_call")
+    called = (e for e in all_equations(jax.make_jaxpr(f)(*args)) if e.primitive.name == "tuned_call")
     return [e.params["problem"] for e in called]
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from scheduler.measure.static_loops import miscounted
+from scheduler.measure.estimate import miscounted_loops
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -35,7 +35,7 @@ def kernel(outer, inner):
     [(None, None, False), (16, None, False), (None, 16, False), (16, 4, True), (2, 16, False), (16, 1, False)],
 )
 def test_a_loop_within_a_loop_of_more_than_two_iterations_is_miscounted(outer, inner, wrong):
-    assert miscounted(jax.make_jaxpr(jax.jit(kernel(outer, inner)))(X)) is wrong
+    assert miscounted_loops(jax.make_jaxpr(jax.jit(kernel(outer, inner)))(X)) is wrong
 
 
 def test_bounds_that_are_values_may_be_any():
@@ -46,11 +46,11 @@ def test_bounds_that_are_values_may_be_any():
         out_ref[...] = lax.fori_loop(0, n_ref[0], step, x_ref[...])
 
     call = pl.pallas_call(body, out_shape=X)
-    assert miscounted(jax.make_jaxpr(call)(jax.ShapeDtypeStruct((1,), jnp.int32), X))
+    assert miscounted_loops(jax.make_jaxpr(call)(jax.ShapeDtypeStruct((1,), jnp.int32), X))
 
 
 def test_loops_around_a_kernel_are_counted():
     def run(x):
         return lax.fori_loop(0, 8, lambda _, x: kernel(16, None)(x), x)
 
-    assert not miscounted(jax.make_jaxpr(run)(X))
+    assert not miscounted_loops(jax.make_jaxpr(run)(X))

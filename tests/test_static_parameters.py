@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search_spaces.autotuned.statics import spelled, value_of
+from search_spaces.autotuned.arguments import static_to_text, value_of
 
 pytestmark = pytest.mark.one_jax
 
@@ -38,7 +38,7 @@ class Side(enum.Enum):
     ],
 )
 def test_a_static_parameter_has_one_spelling_which_is_read_as_it_was(value, text):
-    assert spelled("p", value) == text
+    assert static_to_text("p", value) == text
     read = value_of(text)
     assert (read, type(read)) == (value, type(value))
 
@@ -46,21 +46,21 @@ def test_a_static_parameter_has_one_spelling_which_is_read_as_it_was(value, text
 def test_other_spellings_and_values_are_read_as_the_same():
     assert value_of("true") is True
     assert value_of("FALSE") is False
-    assert spelled("p", value_of("(1,'a')")) == "(1, 'a')"
-    assert spelled("p", np.float32(0.5)) == "0.5"
-    assert spelled("p", np.bool_(True)) == "True"
+    assert static_to_text("p", value_of("(1,'a')")) == "(1, 'a')"
+    assert static_to_text("p", np.float32(0.5)) == "0.5"
+    assert static_to_text("p", np.bool_(True)) == "True"
     for dtype in (jnp.bfloat16, np.dtype("bfloat16"), jnp.dtype("bfloat16")):
-        assert spelled("p", dtype) == "bfloat16"
-    assert spelled("p", (jnp.float32, np.int8)) == "('float32', 'int8')"
+        assert static_to_text("p", dtype) == "bfloat16"
+    assert static_to_text("p", (jnp.float32, np.int8)) == "('float32', 'int8')"
     assert value_of("[1, 2]") == "[1, 2]"
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, {1}, Side.LEFT, abs, np.arange(3), 1j, b"x", (1, [2]), object()])
 def test_what_no_key_can_spell_is_refused(value):
     with pytest.raises(TypeError, match=r"p=.* is a \w+.*; a static parameter is part of the key that sch"):
-        spelled("p", value)
+        static_to_text("p", value)
     if isinstance(value, list):
         with pytest.raises(TypeError, match="is a list: give a tuple"):
-            spelled("p", value)
+            static_to_text("p", value)
     with pytest.raises(TypeError, match="p=nan is never equal to itself"):
-        spelled("p", math.nan)
+        static_to_text("p", math.nan)

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import find
-from scheduler.measure import static_profile
+from scheduler.measure import estimate
 from tests.static_profiles import compiled, needs_libtpu
 
 
@@ -32,7 +32,7 @@ def test_a_kernel_that_needs_too_much_is_told_apart_from_one_that_is_wrong(tmp_p
 
 def test_a_chip_without_such_a_compiler_says_so():
     with pytest.raises(SchedulerError, match="no compiler for NVIDIA H200 runs on a host without one"):
-        static_profile.profile(lambda x: x, (), find("h200"))
+        estimate.static_profile(lambda x: x, (), find("h200"))
 
 
 def _program(chip: str, what: str) -> dict[str, object]:
@@ -43,7 +43,7 @@ def _program(chip: str, what: str) -> dict[str, object]:
 
     if what != "scratch":
         square = jax.ShapeDtypeStruct((int(what),) * 2, jnp.bfloat16)
-        return vars(static_profile.profile(lambda a, b: a @ b, (square, square), find(chip)))
+        return vars(estimate.static_profile(lambda a, b: a @ b, (square, square), find(chip)))
 
     def kernel(x, out, scratch):
         @pl.when(pl.program_id(0) == 0)
@@ -64,8 +64,8 @@ def _program(chip: str, what: str) -> dict[str, object]:
         scratch_shapes=[pltpu.VMEM((5000, 8, 128), jnp.float32)],
     )
     try:
-        return vars(static_profile.profile(call, (rows,), find(chip)))
-    except static_profile.OutOfOnchipMemory as error:
+        return vars(estimate.static_profile(call, (rows,), find(chip)))
+    except estimate.OutOfOnchipMemory as error:
         return {"asked": error.asked}
 
 

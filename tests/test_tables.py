@@ -11,7 +11,7 @@ from test_cli import DOCTOR, ROOT, run
 
 from scheduler.core.records import schedule_text
 from scheduler.store.store import shipped
-from search_spaces import load, spelled
+from search_spaces import format_problem, load
 
 pytestmark = pytest.mark.one_jax
 
@@ -39,7 +39,7 @@ def test_a_list_of_the_shipped_records_takes_few_lines_each_and_cuts_nothing(wid
     assert "\u2026" not in out
     words = set(out.split())
     for record in RECORDS:
-        assert set(spelled(record.key.operation, record.key.problem).split()) <= words
+        assert set(format_problem(record.key.operation, record.key.problem).split()) <= words
         assert record.winner.backend in words
     assert "unconfirmed" not in out
     headings = {(record.key.operation, record.key.hardware) for record in RECORDS}
@@ -117,7 +117,7 @@ def test_a_problem_has_one_notation_which_can_be_typed(record):
     operation = load(record.key.operation)
     problem = operation.problem.from_canonical(record.key.problem)
     text = str(problem)
-    assert spelled(record.key.operation, record.key.problem) == text
+    assert format_problem(record.key.operation, record.key.problem) == text
     assert text in str(record.key)
     assert operation.problem.parse(dict(field.split("=") for field in text.split())) == problem
     assert f"dtype={problem.dtype}" in text

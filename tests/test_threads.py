@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from scheduler.core.threads import Threads
+from scheduler.core.interrupts import Threads
 
 pytestmark = pytest.mark.one_jax
 

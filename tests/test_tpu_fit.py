@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.hardware import find
-from scheduler.measure import static_profile
+from scheduler.measure import estimate
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from tests.static_profiles import needs_libtpu
@@ -214,4 +214,4 @@ def test_memory_is_predicted_to_the_byte(chip):
     for case, index, said in fits:
         assert said["onchip_bytes"] - said["spill_bytes"] == case.onchip_bytes[index], case.schedule(index)
         assert (said["cycles"] is not None) == hardware.static_cycles
-        assert static_profile.missing(hardware) is None
+        assert estimate.missing_compiler(hardware) is None

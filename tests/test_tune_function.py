@@ -19,7 +19,7 @@ import scheduler
 from scheduler import Plan, tune_function, tuned, tuned_matmul
 from scheduler.functions import answers, in_context
 from scheduler.functions.answers import of_record
-from scheduler.functions.counted import Counted
+from scheduler.functions.equations import ProblemCount
 from scheduler.store.store import Store, shipped
 from search_spaces import Kernel, LibraryKernel, Operation, Space
 from search_spaces.flash_attention import FLASH_ATTENTION
@@ -303,7 +303,7 @@ def test_a_kernel_takes_the_place_of_the_fastest_library_that_may_answer(backend
         if record.winner.backend == "mosaic_gpu" and {"cudnn", "xla"} <= {entry.backend for entry in record.entries}
     )
     problem = FLASH_ATTENTION.problem.from_canonical(record.key.problem)
-    known = of_record(Counted(FLASH_ATTENTION, problem, 2, (), 0.0), record, backends)
+    known = of_record(ProblemCount(FLASH_ATTENTION, problem, 2, (), 0.0), record, backends)
     assert (known.best, known.library) == (record.winner, record.best(frozenset({library})))
     answer = known.planned(kernel=False, reason="")
     assert (answer.backend, answer.library) == (library, library)

@@ -14,11 +14,11 @@ import scheduler
 from scheduler import tuned_matmul
 from scheduler.core.hardware import CPU, find, identified
 from scheduler.core.records import Entry, Key, Miss
-from scheduler.prediction.evidence import Evidence
+from scheduler.prediction.between import Evidence
 from scheduler.search import missed
 from scheduler.search.jobs import Task
-from scheduler.search.missed import LEAST, Missed, Within, weigh, worth_tuning
-from scheduler.store import noting
+from scheduler.search.missed import MIN_GAIN, Missed, TimeBudget, weigh, worth_tuning
+from scheduler.store import misses
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -31,10 +31,10 @@ A = jnp.ones((8, 8))
 @pytest.fixture(autouse=True)
 def _noting(_own_cache, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "on")
-    monkeypatch.setattr(noting, "_writer", noting._Writer())
+    monkeypatch.setattr(misses, "_writer", misses._Writer())
     scheduler.reload()
     yield
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
 
 
 @pytest.fixture
@@ -102,10 +102,10 @@ def test_what_promises_together_less_than_half_a_percent_is_left():
     worth, left = worth_tuning([*small, large, case(5, 1.0, 1.1)])
     assert [one.miss.key.problem for one in worth] == ["0"]
     assert len(left) == 5
-    assert sum(one.gain_s for one in left) < LEAST * 2.4
+    assert sum(one.gain_s for one in left) < MIN_GAIN * 2.4
     worth, left = worth_tuning([*small, large, *(case(i, 0.1, 0.1 - 0.0011) for i in range(6, 30))])
     together = sum(one.gain_s for one in left)
-    assert together < LEAST * 3.8 <= together + worth[-1].gain_s
+    assert together < MIN_GAIN * 3.8 <= together + worth[-1].gain_s
 
 
 def test_what_nobody_can_predict_is_searched_after_what_gains_and_before_the_rest():
@@ -119,7 +119,7 @@ def test_searches_end_with_the_time_and_it_is_known_how_many_are_left(monkeypatc
     now = [100.0]
     monkeypatch.setattr(missed.time, "monotonic", lambda: now[0])
     tasks = [Task(MATMUL, product(m), seconds=s) for m, s in ((1, None), (2, 5.0), (3, None), (4, None))]
-    within = Within(60)
+    within = TimeBudget(60)
     now[0] += 1000  # before the first is begun
     assert within(tasks[0]).seconds == 60
     now[0] += 20
@@ -129,7 +129,7 @@ def test_searches_end_with_the_time_and_it_is_known_how_many_are_left(monkeypatc
     now[0] += 2
     assert within(tasks[3]) is None
     assert within.left == 1
-    unbounded = Within(None)
+    unbounded = TimeBudget(None)
     assert [unbounded(task) for task in tasks] == tasks
 
 
@@ -141,7 +141,7 @@ def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store
     tuned_matmul(A, A)
     tuned_matmul(A[:4], A)
     line = sys._getframe().f_lineno - 2
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     out, _ = run("misses")
     assert "problem, and the line that asked" in out
     assert "matmul m=8 n=8 k=8 dtype=float32" in out
@@ -176,7 +176,7 @@ def test_misses_of_an_operation_or_a_chip_are_chosen_by_their_names(store):
 def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store):
     for m in (8, 4):
         tuned_matmul(A[:m], A)
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     store.misses.note([miss(product(24)), miss("{}", hardware=CPU.id), miss("{}", 3, CPU.id, "mine", "", "my.py:MINE")])
     out, err = run("tune", "--missed")
     assert "No call on" in out
@@ -193,7 +193,7 @@ def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store
     scheduler.reload()
     before = len(store.misses.all())
     tuned_matmul(A[:4], A, on_miss="error")  # now there is a record
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     assert len(store.misses.all()) == before
 
 
@@ -211,7 +211,7 @@ def test_an_operation_of_ones_own_is_tuned_where_it_is_named(tmp_path, store):
     file.write_text(OWN)
     twice = scheduler.tuned(f"{file}:twice")
     twice(jnp.ones((16,)))
-    assert noting.flush(30)
+    assert misses.flush_misses(30)
     (noted,) = store.misses.all()
     assert noted.place.endswith(":twice")
     (one,) = json.loads(run("misses", "--own", f"{file}:twice", "--json")[0])

@@ -7,12 +7,11 @@ from operations import Double, DoubleLibrary, DoubleProblem
 
 from scheduler.core.errors import NoCandidate, StoreError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Failure, Measurement
+from scheduler.core.records import Entry, Failure, Measurement, key_of
 from scheduler.measure.runner import InProcess
-from scheduler.model.feasibility import illegal
+from scheduler.model.pruning import illegal
 from scheduler.prediction.predict import explain, predict
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search.final_comparison import FEWEST_ROUNDS
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

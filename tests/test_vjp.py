@@ -12,7 +12,7 @@ from operations import DoubleProblem
 
 import scheduler
 from scheduler import tuned
-from scheduler.core.backends import backends_of_another
+from scheduler.core.arguments import backends_of_another
 from scheduler.dispatch import dispatch
 from scheduler.store.store import Store, default_url
 from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space

@@ -15,8 +15,8 @@ import sqlalchemy as sa
 import values
 
 from scheduler.core.errors import StoreError
-from scheduler.store import patience
-from scheduler.store import postgres as driver
+from scheduler.store import cache
+from scheduler.store import database as driver
 from scheduler.store.store import Store
 
 pytestmark = pytest.mark.one_jax
@@ -76,31 +76,31 @@ def test_calls_wait_five_seconds_in_all_once_a_process(what, tmp_path):
     with silent_server() if "server" in what else locked_file(tmp_path / "cache.db") as url:
         first, *later = seconds_of_calls(url)
     assert first < 5 + 5, first  # and what a first call takes on a machine that is at work
-    assert max(later) < patience.PATIENCE_S, later
+    assert max(later) < cache.PATIENCE_S, later
 
 
 def test_what_answers_promptly_costs_no_patience_and_what_does_not_adds_up(monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(patience, "PROMPT_S", 0.1)
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(cache, "PROMPT_S", 0.1)
     for _ in range(20):
-        assert patience.patiently("prompt", lambda: time.sleep(0.03) or 1) == 1
-    assert not patience.given_up("prompt")
+        assert cache.call_with_timeout("prompt", lambda: time.sleep(0.03) or 1) == 1
+    assert not cache.has_given_up("prompt")
     for _ in range(2):
-        patience.patiently("slow", lambda: time.sleep(0.2))
-    with pytest.raises(patience.TooLong, match=r"slow kept calls waiting for 0\.5 s"):
-        patience.patiently("slow", lambda: time.sleep(0.2))
+        cache.call_with_timeout("slow", lambda: time.sleep(0.2))
+    with pytest.raises(cache.TooLong, match=r"slow kept calls waiting for 0\.5 s"):
+        cache.call_with_timeout("slow", lambda: time.sleep(0.2))
     asked = []
-    with pytest.raises(patience.TooLong):
-        patience.patiently("slow", lambda: asked.append("again"))
+    with pytest.raises(cache.TooLong):
+        cache.call_with_timeout("slow", lambda: asked.append("again"))
     assert asked == []
     with pytest.raises(StoreError, match="no such file"):
-        patience.patiently("prompt", lambda: (_ for _ in ()).throw(StoreError("no such file")))
+        cache.call_with_timeout("prompt", lambda: (_ for _ in ()).throw(StoreError("no such file")))
 
 
 def test_a_search_may_still_use_a_store_that_calls_gave_up(tmp_path, monkeypatch):
-    from scheduler.store.layered import Cache
+    from scheduler.store.cache import Cache
 
-    monkeypatch.setattr(patience, "given_up", lambda location: True)
+    monkeypatch.setattr(cache, "given_up", lambda location: True)
     layers = Cache()
     layers.put(values.record())
     assert layers.get(values.KEY) == values.record()
@@ -112,18 +112,18 @@ def of(url):
 
 
 def test_no_statement_of_a_server_is_waited_for_without_end(postgres, monkeypatch):
-    engine = driver.engine(of(postgres))
+    engine = driver.postgres_engine(of(postgres))
     with engine.connect() as connection:
         limits = connection.exec_driver_sql(
             "SELECT current_setting('statement_timeout'), current_setting('lock_timeout')"
         ).one()
     assert tuple(limits) == ("15s", "10s")
-    engine = driver.engine(of(f"{postgres}&options=-c%20statement_timeout%3D1234"))
+    engine = driver.postgres_engine(of(f"{postgres}&options=-c%20statement_timeout%3D1234"))
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT current_setting('statement_timeout')").scalar_one() == "1234ms"
         connection.rollback()
         monkeypatch.setattr(driver, "LONGEST_S", 0.5)
-    with driver.engine(of(f"{postgres}&options=-c%20geqo%3Doff")).connect() as connection:
+    with driver.postgres_engine(of(f"{postgres}&options=-c%20geqo%3Doff")).connect() as connection:
         started = time.monotonic()
         with pytest.raises(sa.exc.OperationalError):
             connection.exec_driver_sql("SELECT pg_sleep(60)")

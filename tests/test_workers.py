@@ -23,9 +23,9 @@ from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
+from scheduler.measure.subprocess_pipe import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.worker_process import OnDevice, WorkerProcess
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem

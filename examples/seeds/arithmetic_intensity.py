@@ -17,8 +17,7 @@ from teaching_matmul import Blocks, TeachingMatmul
 
 from scheduler.core.hardware import Hardware
 from scheduler.inspect.plots import style
-from scheduler.model.cost import arithmetic_intensity
-from scheduler.model.overheads import Constants
+from scheduler.model.cost import Constants, arithmetic_intensity
 from scheduler.model.traffic import Traffic, block_loads, traffic
 from search_spaces import Columns, Footprint
 from search_spaces.matmul import MatmulProblem

@@ -25,7 +25,7 @@ from teaching_matmul import TEACHING_MATMUL, Blocks, TeachingMatmul
 import scheduler
 from scheduler.core import hardware
 from scheduler.core.hardware import GIB, KIB, Hardware
-from scheduler.measure.rotation import least_bytes
+from scheduler.measure.buffers import least_buffer_bytes
 from search_spaces import Columns, Kernel
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -62,7 +62,7 @@ def lengths(chip: Hardware, available_bytes: int) -> list[Length]:
     """K doubles up to the first for which device memory is predicted to be too small."""
     found: list[Length] = []
     for k in (FIRST_K << doubling for doubling in itertools.count()):
-        needed, onchip = least_bytes(of_k(k)), _demanded(TeachingMatmul(), of_k(k), Blocks(128, 128, 32), chip)
+        needed, onchip = least_buffer_bytes(of_k(k)), _demanded(TeachingMatmul(), of_k(k), Blocks(128, 128, 32), chip)
         found.append(Length(k, needed, onchip, needed <= available_bytes))
         if not found[-1].fits:
             return found

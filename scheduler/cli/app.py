@@ -16,25 +16,12 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from scheduler.cli import (
-    extracting,
-    inspecting,
-    listing,
-    measuring,
-    misses,
-    plotting,
-    reporting,
-    sharding,
-    storing,
-    tuning,
-    verifying,
-)
+from scheduler.cli import extracting, inspecting, listing, measuring, misses, plotting, storing, tuning, verifying
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
-from scheduler.core.interrupts import Watch
-from scheduler.core.safe_text import printable
-from scheduler.core.threads import left_behind
-from search_spaces.errors import DeclarationError
+from scheduler.core.interrupts import Watch, left_behind
+from scheduler.core.text import printable
+from search_spaces.space import DeclarationError
 from tile_scheduler import __version__
 
 # Errors of a full or missing disk if standard output is redirected to a file.
@@ -95,7 +82,7 @@ app = typer.Typer(
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "tune": tuning.tune,
     "extract": extracting.extract,
-    "shards": sharding.shards,
+    "shards": extracting.shards_command,
     "sweep": measuring.sweep,
     "calibrate": measuring.calibrate,
     "verify": verifying.verify,
@@ -104,7 +91,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "show": inspecting.show,
     "explain": inspecting.explain,
     "plot": plotting.plot,
-    "report": reporting.report,
+    "report": listing.report,
     "export": storing.export,
     "import": storing.import_,
     "forget": storing.forget,

@@ -6,18 +6,24 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from scheduler.cli.terminal import say
 from scheduler.core import files
-from scheduler.core.checked import MOST, MOST_SEED
-from scheduler.core.errors import SchedulerError
+from scheduler.core.arguments import MOST, MOST_SEED
+from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
+    from scheduler.core.neighbours import Range
     from scheduler.core.records import Key, Record
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search import job_queue
+    from scheduler.search.job_queue import Executor
     from scheduler.search.task import RangeTask, Task
+    from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
@@ -112,7 +118,7 @@ def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping
 
 def range_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], str, Problem, Problem] | None:
     """Returns the operation, the extent and the problems at both ends of a range; None if no field is a range."""
-    from scheduler.search.range_text import ends_of, is_range
+    from scheduler.search.task import ends_of, is_range
     from search_spaces import load
 
     if not any(is_range(field.partition("=")[2]) for field in fields):
@@ -140,7 +146,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
     """Whether the problem of a record has these values."""
     from search_spaces import load_known
-    from search_spaces.dtypes import canonical
+    from search_spaces.problem import canonical
 
     if not fields:
         return True
@@ -245,3 +251,136 @@ def chip_of(identity: str) -> Hardware | None:
     from scheduler.core import hardware
 
     return hardware.identified(identity)
+
+
+# ------------------------------------------------------------------------------
+# Selection of the cluster for a job.
+
+Engine = Annotated[str | None, typer.Option(help="What takes the problems of a job to the GPUs of several hosts: ray.")]
+
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="Of the cluster: HOST:PORT, auto, or local, which starts one on this host.  [default: auto]"),
+]
+
+
+def fleet(
+    engine: str, address: str | None, hardware: str | None, options: RunnerOptions
+) -> contextlib.AbstractContextManager[Sequence[Executor]]:
+    """Returns a context with the executors of a cluster, which are released at its end.
+
+    Raises:
+      BadParameter: the engine is unknown.
+    """
+    if engine != "ray":
+        raise typer.BadParameter(f"--engine is ray, not {engine}")
+    from scheduler.fleet import ray_cluster
+
+    return ray_cluster.places(address or "auto", options, hardware=hardware)
+
+
+# ------------------------------------------------------------------------------
+# Access of commands to the stores.
+
+T = TypeVar("T")
+# The location that `ask_stores` returns for the store shipped with this package.
+SHIPPED = "shipped"
+
+
+def user_store() -> Store:
+    from scheduler.store.store import Store, default_url
+
+    return Store(default_url())
+
+
+def no_store() -> Store:
+    from scheduler.store.store import Store
+
+    return Store(":memory:")
+
+
+def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
+    """Yields the location and result of `ask` for each store that calls read. Unreadable stores are reported."""
+    from scheduler.store.store import shipped
+
+    for opened in (user_store, shipped):
+        try:
+            if (store := opened()) is None:
+                continue
+            answer = ask(store)
+        except StoreError as error:
+            say(f"tile-scheduler: {error} (going on without it)")
+        else:
+            yield SHIPPED if opened is shipped else store.location, answer
+
+
+def open_stores() -> list[Store]:
+    """Returns the readable stores among those that calls read. Unreadable stores are reported."""
+    from scheduler.core.records import Key
+
+    def readable(store: Store) -> Store:
+        store.get(Key("", "", ""))
+        return store
+
+    return [store for _, store in ask_stores(readable)]
+
+
+def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
+    """Returns the records of a store that match command-line options."""
+    keys = [head.key for head in store.heads()]
+    wanted = wanted_by(keys, operation, hardware)
+    return list(store.read(filter(wanted, keys)))
+
+
+def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
+    """Returns the ranges of a store that match command-line options."""
+    from scheduler.core.records import Key
+
+    ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}
+    wanted = wanted_by([*(head.key for head in store.heads()), *ranges], operation, hardware)
+    return [one for one in store.ranges.all() if wanted(Key(one.operation, one.hardware, one.problem))]
+
+
+# ------------------------------------------------------------------------------
+# Selection of the devices of this host for a job.
+
+Devices = Annotated[
+    str | None,
+    typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3."),
+]
+
+
+def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
+    """The devices that `text` names, as places where problems are tuned; without a GPU "all" is this CPU.
+
+    Raises:
+      BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
+    """
+    from scheduler.measure.gpu import Gpu
+    from scheduler.search import job_queue
+
+    chips = Gpu.chips()
+    if text == "all" and not chips:
+        return [job_queue.DeviceExecutor.for_(operation, options, "the CPU")]
+    with usage_errors():
+        return job_queue.gpu_executors(operation, _indices(text, chips), options)
+
+
+def _indices(text: str, chips: dict[int, str]) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if text != "all" and not all(word.isdecimal() and word.isascii() for word in words):
+        raise ValueError(f"--devices is all, or indices with commas between them, as in 0,2,3, not {text!r}")
+    indices = list(chips) if text == "all" else [int(word) for word in words]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"--devices {text} names a GPU twice")
+    if missing := [index for index in indices if index not in chips]:
+        there = f"those visible are {', '.join(map(str, chips))}" if chips else "there is none"
+        raise ValueError(f"no GPU {', '.join(map(str, missing))} is visible ({there})")
+    kinds: dict[str, list[str]] = {}
+    for index in indices:
+        kinds.setdefault(chips[index], []).append(str(index))
+    if len(kinds) > 1:
+        found = "; ".join(f"{kind}: --devices {','.join(those)}" for kind, those in kinds.items())
+        raise ValueError(f"what is best differs from one kind of chip to another: tune the job once for each ({found})")
+    return indices

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
-from scheduler.cli.arguments import AsJson, HardwareName, usage_errors
-from scheduler.cli.mesh_words import MeshName, mesh_of
-from scheduler.cli.terminal import console_beside, print_json
-from scheduler.core import frames
+from scheduler.cli.arguments import AsJson, Fields, HardwareName, OperationName, problem_of, usage_errors
+from scheduler.cli.mesh_words import MeshName, letters_of, mesh_of, mesh_text, specs_of
+from scheduler.cli.terminal import Json, console_beside, console_here, print_json, table, texts
+from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError
+from scheduler.functions import problem_report
+from scheduler.functions.equations import ProblemCount
+from scheduler.inspect import shards
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+    from scheduler.functions.problems import Problems
+    from scheduler.inspect.shards import Way
+    from search_spaces.operation import Operation
 
 
 def extract(
@@ -46,14 +56,13 @@ def extract(
     with _set(over), chip, _untraceable(function):
         found = problems(fn, *given)
     if as_json:
-        from scheduler.functions.as_json import to_json
+        from scheduler.functions.problems import to_json
 
         print_json(to_json(found))
         return
-    from scheduler.cli import extract_report
 
     console = console_beside()
-    for one in extract_report.lines(found):
+    for one in extract_lines(found):
         console.print(one, markup=False)
     if found.tuned:
         sys.stdout.write(found.job())
@@ -62,9 +71,9 @@ def extract(
 def _mesh(text: str | None) -> Mesh | None:
     if text is None:
         return None
-    from scheduler.functions import made_up
+    from scheduler.functions.problems import fake_mesh
 
-    return made_up.mesh(mesh_of(text))
+    return fake_mesh(mesh_of(text))
 
 
 def _set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -97,3 +106,127 @@ def _untraceable(name: str) -> Iterator[None]:
         if any(call.owner == "user" for call in frames.calls(error)):
             raise
         raise SchedulerError(f"{name} cannot be traced: {str(error).partition(chr(10))[0]}") from error
+
+
+# ------------------------------------------------------------------------------
+# Output of `extract`: the problems of a function, and the operations that it could tune.
+
+
+def extract_lines(found: Problems) -> Iterator[RenderableType]:
+    if found.tuned:
+        made = table(*problem_report.TABLE_HEAD, "problem", "lines", numbers=problem_report.TABLE_HEAD)
+        for cells, row in zip(problem_report.problem_figures(found), found.tuned, strict=True):
+            made.add_row(*texts(*cells, problem_report.describe_problems(row), problem_report.problem_lines(row.lines)))
+        yield made
+    yield from map(Text, problem_report.problem_notes(found))
+    if found.untuned:
+        yield Text(problem_report.untuned_text(found))
+        yield from (Text(f"  {problem_report.suggestion_text(each)}") for each in found.untuned)
+
+
+# ------------------------------------------------------------------------------
+# The command `shards`: shows a problem sharded over the devices of a mesh, as the problems of one device.
+
+
+def shards_command(
+    operation: OperationName,
+    fields: Fields,
+    mesh: Annotated[str, typer.Option(help="Names of its axes with their extents: data=2,model=4.")],
+    divide: Annotated[
+        list[str] | None,
+        typer.Option(help="What is divided over which axes: m=data, or m=data,model. Repeatable."),
+    ] = None,
+    in_specs: Annotated[
+        str | None, typer.Option(help="Or a spec of each operand: \"P('data', None), P(None, 'model')\".")
+    ] = None,
+    out_specs: Annotated[
+        str | None, typer.Option(help="And of each result; without it, it lies as the operands make it.")
+    ] = None,
+    as_job: Annotated[bool, typer.Option("--job", help="Write what devices ask as a job for `tune --job`.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each device of a mesh asks where a problem is divided: in the usual ways, or as it is said.
+
+    No device is needed. With --job the job goes to standard output, everything else to standard error.
+    """
+    from scheduler.inspect import shards as ways
+
+    with usage_errors():
+        op, problem = problem_of(operation, fields)
+        over, letters = mesh_of(mesh), letters_of(divide or ())
+        if letters and (in_specs or out_specs):
+            raise ValueError("--divide says where operands and results lie: give either that or their specs")
+        sharding = ways.sharding_of(op, problem)
+        if letters:
+            found = [ways.by_letters(sharding, problem, over, letters)]
+        elif in_specs or out_specs:
+            found = [ways.by_specs(sharding, problem, over, specs_of(in_specs or ""), specs_of(out_specs or ""))]
+        else:
+            found = ways.usual_ways(sharding, problem, over)
+    if as_json:
+        print_json(shards_json(op, found))
+        return
+    title = f"{op.name} {problem} over {mesh_text(over)}"
+    console, to = (console_beside(), sys.stderr) if as_job else (console_here(), sys.stdout)
+    print(f"{title}; {sharding.rule}\n", file=to)
+    for line in shards_lines(op, found, console.width):
+        print(line, file=to)
+    if whole := ways.whole(sharding):
+        print(f"Whole on each device: {', '.join(whole)}.", file=to)
+    if as_job:
+        sys.stdout.write(shards_job(op, found, f"What each device asks of {title}"))
+
+
+# ------------------------------------------------------------------------------
+# Output of `shards`: for each sharding of a problem, the problem of one device, the sums, and the gathered arrays.
+
+
+def shards_lines(operation: Operation[Any], ways: Sequence[Way], width: int) -> Iterator[str]:
+    """Yields the lines of each sharding, folded to `width`. Commands are not folded, so that they can be copied."""
+    for way in ways:
+        operands, results = (", ".join(specs) for specs in _specs(way))
+        yield from textwrap.wrap(f"{way.said}: {operands} -> {results}", width, subsequent_indent="  ")
+        for told in _told(way):
+            yield from textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")
+        yield f"  {hints.tune(operation, way.divided.problem)}"
+        yield ""
+
+
+def _told(way: Way) -> Iterator[str]:
+    divided = way.divided
+    yield f"each device: {divided.problem}"
+    if axes := _summed(way):
+        rest = "" if divided.problem == divided.local else "; what the problem does with them is a pass after that"
+        scattered = " and scattered" if divided.scatters else ""
+        yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
+    yield from (f"gathered: {each}" for each in divided.gathered)
+
+
+def _specs(way: Way) -> tuple[list[str], list[str]]:
+    return [*map(shards.spec_text, way.divided.operands)], [*map(shards.spec_text, way.divided.results)]
+
+
+def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
+    return [
+        {
+            "divided": way.said,
+            "operands": _specs(way)[0],
+            "results": _specs(way)[1],
+            "problem": codec.problem_to_json(way.divided.problem.canonical()),
+            "sums": _summed(way),
+            "gathered": list(way.divided.gathered),
+            "command": hints.tune(operation, way.divided.problem),
+        }
+        for way in ways
+    ]
+
+
+def shards_job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
+    """Returns the distinct problems of one device as a job."""
+    problems = dict.fromkeys(way.divided.problem for way in ways)
+    return problem_report.job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
+
+
+def _summed(way: Way) -> list[str]:
+    """Returns the mesh axes over which results are summed."""
+    return list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes))

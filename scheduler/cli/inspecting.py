@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.table import Table
 
 from scheduler.cli.arguments import (
     AsJson,
@@ -14,6 +18,7 @@ from scheduler.cli.arguments import (
     Fields,
     HardwareName,
     OperationName,
+    ask_stores,
     chip_of,
     hardware_here,
     problem_of,
@@ -22,15 +27,23 @@ from scheduler.cli.arguments import (
     wanted_by,
 )
 from scheduler.cli.listing import print_goes_on
-from scheduler.cli.stores import ask_stores
-from scheduler.cli.terminal import console_here, output, print_command, print_json
+from scheduler.cli.record_report import record_json
+from scheduler.cli.terminal import Json, console_here, labelled, output, print_command, print_json, table, texts
 from scheduler.core.errors import NothingToDraw, SchedulerError
+from scheduler.core.records import Entry, Record, schedule_text
+from scheduler.core.text import seconds_text
+from scheduler.inspect.case import failures
+from scheduler.inspect.verdict import compared
 
 if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Record, Trial
+    from scheduler.inspect.explain import Access, Account, Ranked
+    from scheduler.prediction.predict import Answer
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
+
 
 # A note about calls that do not query the problem.
 _NOT_EVERY_CALL = (
@@ -42,12 +55,12 @@ _NOT_EVERY_CALL = (
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
     """Show one problem's record on each chip, with its trials, and those of a search that was cut short; or a range."""
-    from scheduler.cli import landscape_report, record_report
+    from scheduler.cli import plotting, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
-    from scheduler.core.identity import family_of
-    from scheduler.inspect import provenance, verdict
-    from scheduler.inspect.case import of_record
+    from scheduler.core.records import family_of
+    from scheduler.inspect import verdict
+    from scheduler.inspect.case import of_record, record_head, unfinished_text
     from scheduler.inspect.landscape import landscape
 
     with usage_errors():
@@ -82,7 +95,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         return
     for where, key, record, trials, cut in found:
         if record is not None:
-            output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
+            output(f"{key}, {where}", *record_head(record, trials_kept=bool(trials)), "")
             output(
                 *record_report.entries(record, problem, chip_of(key.hardware), console_here().width),
                 "",
@@ -90,9 +103,9 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             )
             if (case := of_record(record, trials, op)) is not None:
                 with contextlib.suppress(NothingToDraw):
-                    output("", *landscape_report.landscape(landscape(case)))
+                    output("", *plotting.landscape_lines(landscape(case)))
         if cut:
-            output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
+            output(*([""] * (record is not None)), f"{key}, {where}: {unfinished_text(cut)}")
             print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
             chip = chip_of(key.hardware)
@@ -103,10 +116,9 @@ def _show_ranges(
     op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None, as_json: bool
 ) -> None:
     """Prints the stored ranges of these problems that overlap this range, with the records at their points."""
-    from scheduler.cli import range_report
-    from scheduler.core.identity import family_of
-    from scheduler.core.ranges import Range
-    from scheduler.core.records import Key
+    from scheduler.cli import record_report
+    from scheduler.core.neighbours import Range
+    from scheduler.core.records import Key, family_of
 
     low, high = getattr(lowest, field), getattr(highest, field)
 
@@ -116,7 +128,9 @@ def _show_ranges(
             for one in store.ranges.all(operation=op.name)
             if (one.field, one.problem) == (field, family_of(lowest, field)) and low <= one.high and one.low <= high
         ]
-        return [(one, [store.get(range_report.key_at(one, op, value)) for value in one.points]) for one in of_these]
+        return [
+            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points]) for one in of_these
+        ]
 
     kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
     wanted = wanted_by([Key(one.operation, one.hardware, one.problem) for _, one, _ in kept], None, hardware)
@@ -124,11 +138,11 @@ def _show_ranges(
     if not found:
         raise SchedulerError(f"no range of {op.name} is stored that shares a value with {field}={low}..{high}")
     if as_json:
-        print_json([{"where": where, **range_report.range_json(one)} for where, one, _ in found])
+        print_json([{"where": where, **record_report.range_json(one)} for where, one, _ in found])
         return
     for where, one, records in found:
-        output(f"{one} on {one.hardware}, {where}", *range_report.summary(one), "")
-        output(*range_report.points(one, records, console_here().width))
+        output(f"{one} on {one.hardware}, {where}", *record_report.range_summary(one), "")
+        output(*record_report.range_points(one, records, console_here().width))
 
 
 def explain(
@@ -140,15 +154,15 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler.cli import explain_report, record_report
+    from scheduler.cli import record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
-    from scheduler.core.identity import key_of
-    from scheduler.core.records import choice_text
+    from scheduler.core.records import choice_text, key_of
     from scheduler.inspect import explain as accounts
-    from scheduler.inspect import provenance, verdict
+    from scheduler.inspect import verdict
+    from scheduler.inspect.case import record_head
     from scheduler.measure.gpu import Gpu
-    from scheduler.prediction import between, evidence, validation
+    from scheduler.prediction import between, transfer
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -162,17 +176,17 @@ def explain(
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
-    stored = evidence.merged(found for _, found in ask_stores(lambda store: evidence.read(store, op, problem, chip)))
+    stored = between.merged(found for _, found in ask_stores(lambda store: between.read(store, op, problem, chip)))
     model = between.answer(op, problem, chip, records=stored.records, ranges=stored.ranges)
     record = found[0][1] if found else None
-    held = validation.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
+    held = transfer.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
-        print_json(explain_report.explanation_json(explained, model, record, held, problem, chip))
+        print_json(explanation_json(explained, model, record, held, problem, chip))
         return
     output(f"{op.name} {problem} on {chip.id}", "")
     kept = record is None or bool(trials)
     for account in explained:
-        output(*explain_report.account_parts(account, console_here().width, trials_kept=kept), "")
+        output(*account_parts(account, console_here().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None or model.source == "range":
         choice = choice_text(model.backend, model.schedule)
         why = "only an estimate is stored"  # a measured range has priority over an estimated record
@@ -184,7 +198,7 @@ def explain(
         output(f"{why[0].upper()}{why[1:]}; run:")
         print_command(hints.tune(op, problem, chip))
     else:
-        output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
+        output(f"Winner, from {found[0][0]}:", *record_head(record, trials_kept=bool(found[0][2])), "")
         output(*record_report.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
@@ -194,15 +208,137 @@ def doctor(device: Device = 0, as_json: AsJson = False) -> None:
 
     The status is 1 where something is broken, 3 where something is out of date (a warning), else 0.
     """
-    from scheduler.cli import layout
+    from scheduler.cli import terminal
     from scheduler.inspect import doctor as checks
 
     findings = list(checks.examine(lambda: hardware_here(device), device))
     if as_json:
         print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
     else:
-        output(layout.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
+        output(terminal.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
         output("", checks.summary(findings))
     states = {finding.state for finding in findings}
     if status := 1 if "broken" in states else 3 if "warning" in states else 0:
         raise typer.Exit(status)
+
+
+# ------------------------------------------------------------------------------
+# Account of all schedules of a problem, as JSON and as text.
+
+
+def explanation_json(
+    accounts: Sequence[Account],
+    answer: Answer,
+    record: Record | None,
+    held: Entry | str,
+    problem: Problem,
+    hardware: Hardware,
+) -> Json:
+    """Returns the account of all schedules as JSON.
+
+    `held` is the entry that a call selects, or the reason why the record cannot be used.
+    """
+    kernels = [
+        {
+            "backend": account.backend,
+            "version": account.version,
+            "refused": account.refused,
+            "size": account.size,
+            "dropped": dict(account.dropped),
+            "footprint": account.footprint,
+            "first": [dataclasses.asdict(ranked) for ranked in account.first],
+            "fitted": account.fitted,
+            "tried": len(account.tried),
+            "failed": dict(failures(account.tried)),
+            "untried": account.untried,
+        }
+        for account in accounts
+    ]
+    return {
+        "hardware": hardware.id,
+        "kernels": kernels,
+        "model": dataclasses.asdict(answer),
+        "record": record_json(record, problem, hardware) if record is not None else None,
+        "holds": not isinstance(held, str),
+        "reason": held if isinstance(held, str) else "",
+    }
+
+
+def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> Iterator[RenderableType]:
+    """Yields the counts of one kernel's schedules, from all to those tried, and the top predictions with their terms.
+
+    Args:
+      account: the account of the kernel.
+      width: the width of the console.
+      trials_kept: whether the store has the trials of the problem's record. Without them, the number of schedules tried
+        is unknown.
+    """
+    title = f"{account.backend}, version {account.version}"
+    if account.refused:
+        yield f"{title}: {account.refused}"
+        return
+    yield f"{title}: {account.size} schedule{'' if account.size == 1 else 's'}"
+    counts = Table.grid(padding=(0, 2))
+    counts.add_column(justify="right", no_wrap=True)
+    counts.add_column(overflow="fold")
+    for reason, count in account.dropped.items():
+        counts.add_row(*texts(f"-{count}", reason))
+    counts.add_row(*texts(f"={account.untried + len(account.tried)}", "legal"))
+    if trials_kept:
+        counts.add_row(*texts(len(account.tried), "of them tried"))
+        for reason, count in failures(account.tried).items():
+            counts.add_row(*texts(count, f"of these failed: {reason}"))
+        counts.add_row(*texts(account.untried, "not tried"))
+    yield counts
+    if any(ranked.terms for ranked in account.first):
+        yield ""
+        yield from _first_choices(account.backend, account.first, width)
+    if not account.footprint:
+        yield from _unranked(account.first)
+    if account.fitted:
+        yield account.fitted
+
+
+def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
+    """Yields a note that the kernel declares no footprint, its consequences, and known facts of the first schedules."""
+    yield (
+        "No footprint is declared: nothing is pruned by it or predicted from it, and schedules are tried in the order "
+        "of their choices until times tell more. What a lowered kernel asks for is checked before it is compiled."
+    )
+    known = [
+        (ranked, ranked.refused or f"{ranked.onchip_bytes / 1024:.1f} KiB on chip")
+        for ranked in first
+        if ranked.refused or ranked.onchip_bytes
+    ]
+    if known:
+        yield ""
+        yield labelled((schedule_text(ranked.schedule), said) for ranked, said in known)
+
+
+def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
+    """Yields the top predictions, one column each, with the terms of their times; then their schedules."""
+    rows: dict[str, Sequence[str]] = {
+        "predicted": [seconds_text(ranked.predicted_s) for ranked in first],
+        "on-chip": [f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in first],
+    }
+    for name in dict.fromkeys(name for ranked in first for name, seconds in ranked.terms.items() if seconds):
+        rows[name] = [seconds_text(ranked.terms[name]) for ranked in first]
+    if any(ranked.access for ranked in first):
+        accesses = [_access_texts(ranked.access) if ranked.access else ("", "", "") for ranked in first]
+        rows |= dict(zip(("accesses", "wanted", "each"), zip(*accesses, strict=True), strict=True))
+    title = "top predictions"
+    widest = max(len(cell) for cells in rows.values() for cell in cells)
+    fitting = max(1, (width - len(title)) // (widest + 3))
+    for start in range(0, len(first), fitting):
+        numbers = [str(number + 1) for number in range(start, min(start + fitting, len(first)))]
+        made = table(title, *numbers, numbers=numbers)
+        for name, cells in rows.items():
+            made.add_row(*texts(name, *cells[start : start + fitting]))
+        yield made
+    choices = compared([(backend, ranked.schedule) for ranked in first])
+    yield labelled((number + 1, text) for number, text in enumerate(choices.texts))
+    yield from choices.note
+
+
+def _access_texts(access: Access) -> tuple[str, str, str]:
+    return f"{access.transactions:.3g}", f"{access.coalescing:.0%}", f"{access.bytes:.0f} B"

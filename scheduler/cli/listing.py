@@ -2,19 +2,168 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import AsJson, Chips, Everything, chip_of
-from scheduler.cli.stored import MOST, chosen
-from scheduler.cli.stores import SHIPPED
-from scheduler.cli.terminal import console_here, output, print_command, print_json
+from scheduler.cli.arguments import (
+    SHIPPED,
+    AsJson,
+    Chips,
+    Everything,
+    ask_stores,
+    chip_of,
+    file_errors,
+    require_writable,
+    usage_errors,
+    wanted_by,
+)
+from scheduler.cli.terminal import console_here, output, print_command, print_json, say, shown_count
+from scheduler.core import nvidia_smi
+from scheduler.core.errors import SchedulerError
+from scheduler.core.files import replace_text
+from scheduler.core.records import Key
+from scheduler.inspect.case import order_of
+from tile_scheduler import __version__
 
 if TYPE_CHECKING:
-    from scheduler.core.records import Key
+    from scheduler.core.neighbours import Range
+    from scheduler.core.records import Key, Record, Trial
+    from scheduler.store.queries import Head
+    from scheduler.store.store import Store
+
+
+# ------------------------------------------------------------------------------
+# Selection of records for `list` and `report`: the user's own first, then those shipped for the local chip.
+
+# Default limit on records. More are rarely read, and each takes a fraction of a second to explain and plot.
+MOST = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The selected records, ranges and unfinished searches, each with the location of its store.
+
+    Attributes:
+      stores: location -> store, for the readable stores.
+      records: the records, sorted as in `_Here.order`: the user's own first, then those of local chips.
+      ranges: the selected ranges.
+      unfinished: the selected unfinished searches, with their trials.
+      left: number of records left out by the limit `most`.
+      elsewhere: for each shipped record left out because its chip is not local, the chip.
+    """
+
+    stores: Mapping[str, Store]
+    records: Sequence[tuple[str, Record]]
+    ranges: Sequence[tuple[str, Range]]
+    unfinished: Sequence[tuple[str, Key, Sequence[Trial]]]
+    left: int
+    elsewhere: Sequence[str]
+
+    def left_out_texts(self) -> list[str]:
+        """Returns up to two lines about records left out, with the options to show them."""
+        said = []
+        if self.left:
+            said.append(f"{self.left} more records are left out: --most 0 takes all, --operation and --hardware choose")
+        if self.elsewhere:
+            counts = collections.Counter(chip.partition(" (")[0] for chip in self.elsewhere)
+            chips = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
+            said.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them, too")
+        return said
+
+
+def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int, fields: bool = True) -> Stored:
+    """Returns the stored data that command-line options select.
+
+    Args:
+      operation, hardware: as in `wanted_by`. An explicit chip selects everything stored for it.
+      everything: whether to include data shipped for chips other than the local ones.
+      most: maximum number of records; 0 means no limit.
+      fields: sort problems by their fields, in the order of their operation, which imports JAX; otherwise by name.
+    """
+
+    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
+        return store, store.heads(), store.unfinished(), store.ranges.all()
+
+    kept = list(ask_stores(ask))
+    keys = [key for _, (_, heads, cut, _) in kept for key in (*(head.key for head in heads), *cut)]
+    meant, here = wanted_by(keys, operation, hardware), _Here.now()
+
+    def shown(where: str, key: Key) -> bool:
+        return everything or hardware is not None or where != SHIPPED or here.has(key)
+
+    found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
+    rows = [(where, head) for where, head in found if shown(where, head.key)]
+    rows.sort(key=lambda row: here.order(*row, fields=fields))
+    stores = {where: store for where, (store, *_) in kept}
+    ranges = [(where, one, Key(one.operation, one.hardware, one.problem)) for where, (*_, all_) in kept for one in all_]
+    return Stored(
+        stores,
+        _read(rows[:most] if most else rows, stores),
+        [(where, one) for where, one, key in ranges if meant(key) and shown(where, key)],
+        [(where, key, trials) for where, (_, _, cut, _) in kept for key, trials in cut.items() if meant(key)],
+        max(0, len(rows) - most) if most else 0,
+        [head.key.hardware for where, head in found if not shown(where, head.key)],
+    )
+
+
+def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
+    """Returns the records of these rows in the same order, without malformed ones."""
+    found: dict[tuple[str, Key], Record] = {}
+    for where, store in stores.items():
+        keys = [head.key for place, head in rows if place == where]
+        found |= {(where, record.key): record for record in store.read(keys)}
+    return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
+
+
+def _tpu_devices() -> bool:
+    """Whether device files of TPUs exist."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """The chips of this machine, by their drivers' names."""
+
+    kinds: frozenset[str]
+
+    @classmethod
+    def now(cls) -> _Here:
+        """Detects the chips of this machine.
+
+        Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
+        """
+        platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
+        plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+        if plugins and (not platforms or platforms & {"cuda", "gpu"}):
+            visible = nvidia_smi.visible()
+            asked = [nvidia_smi.told("name", name) for name in ([None] if visible is None else visible)]
+            if kinds := frozenset(kind for rows in asked for (kind,) in rows):
+                return cls(kinds)
+        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
+            from scheduler.core import hardware
+
+            with contextlib.suppress(SchedulerError):
+                return cls(frozenset({hardware.detect().kind}))
+        return cls(frozenset({"cpu"}))
+
+    def has(self, key: Key) -> bool:
+        """Whether a key belongs to a chip of this machine."""
+        return key.hardware.partition(" (")[0] in self.kinds
+
+    def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
+        """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
+        problem = order_of(head.key, fields=fields)
+        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
 
 
 def list_(
@@ -25,8 +174,8 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List the stored schedules: the user's own, and those shipped for the chip that is here; searches cut short."""
-    from scheduler.cli import range_report, record_report
-    from scheduler.inspect import provenance
+    from scheduler.cli import record_report
+    from scheduler.inspect import case
 
     stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most, fields=not as_json)
     if as_json:
@@ -35,9 +184,9 @@ def list_(
     if stored.records:
         output(*record_report.records(stored.records, console_here().width))
     for where, one in stored.ranges:
-        output("", f"{one} on {one.hardware}, {where}", *range_report.summary(one))
+        output("", f"{one} on {one.hardware}, {where}", *record_report.range_summary(one))
     for where, key, trials in stored.unfinished:
-        output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
+        output("", f"{key}, {where}: {case.unfinished_text(trials)}")
         print_goes_on(key)
     if not (stored.records or stored.ranges or stored.unfinished):
         _print_none([where for where in stored.stores if where != SHIPPED], operation)
@@ -48,7 +197,7 @@ def list_(
 def _print_none(places: Sequence[str], operation: str | None) -> None:
     """Prints that nothing is stored, with an example command to start a search."""
     from scheduler.core import hints
-    from scheduler.inspect.example import example
+    from scheduler.inspect.case import example
     from search_spaces import OPERATIONS, load
 
     op = load(operation if operation in OPERATIONS else OPERATIONS[0])
@@ -82,3 +231,59 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
             command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"
         output("it goes on from there with:")
         print_command(command)
+
+
+# ------------------------------------------------------------------------------
+# The command `report`: writes a cache as an HTML page.
+
+
+def report(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    operation: Annotated[
+        str | None, typer.Option(help="Only this operation; one of your own as package.module:NAME or file.py:NAME.")
+    ] = None,
+    hardware: Chips = None,
+    everything: Everything = False,
+    most: Annotated[int, typer.Option(min=0, help="Write at most so many records; 0 writes all.")] = MOST,
+    pictures: Annotated[
+        str, typer.Option(help="Of each record: few, all or none; they take most of the time.")
+    ] = "few",
+) -> None:
+    """Write the stored schedules as one HTML file: each with its explanation, how sure it is, and its trials.
+
+    They are those that `list` prints: the user's own, and those shipped for the chip that is here.
+    """
+    if pictures not in ("few", "all", "none"):
+        raise typer.BadParameter(f"--pictures is few, all or none, not {pictures}")
+    require_writable(out)
+    from scheduler.inspect import plots
+    from scheduler.inspect.report import content, page
+    from scheduler.inspect.report import content as draw
+    from search_spaces import load
+
+    own = []
+    if operation is not None and ":" in operation:
+        with usage_errors():
+            own = [load(operation)]
+    stored = chosen(operation, hardware, everything=everything, most=most)
+    now = datetime.datetime.now(datetime.UTC)
+    versions = {"tile-scheduler": __version__, "jax": importlib.metadata.version("jax")}
+    origin = page.Origin(list(stored.stores), versions, f"{now:%Y-%m-%dT%H:%M:%SZ}", stored.left_out_texts())
+    rows = [(where, record, stored.stores[where].last_trials(record.key)) for where, record in stored.records]
+    with shown_count("explaining records", len(rows)) as count:
+        records = list(count(content.gather(rows, own)))
+    if pictures == "none":
+        drawn = draw.no_pictures(records, "This was written without pictures (--pictures none).")
+    elif not plots.available():
+        drawn = draw.no_pictures(
+            records, "Pictures need matplotlib: pip install 'tile-scheduler[plots]', and write it again."
+        )
+    else:
+        with shown_count("drawing the pictures of records", len(records)) as count:
+            drawn = draw.drawn_pictures(records, count, every=pictures == "all")
+    text = page.page(records, stored.unfinished, origin, drawn)
+    with file_errors(out):
+        replace_text(out, text)
+    say(f"wrote {len(rows)} record{'' if len(rows) == 1 else 's'} to {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    for left in stored.left_out_texts():
+        say(left)

@@ -19,16 +19,17 @@ from scheduler.cli.arguments import (
     Part,
     RunTimeout,
     Seed,
+    ask_stores,
     hardware_here,
     problem_of,
     read_text,
     require_directory,
     require_writable,
     usage_errors,
+    user_store,
 )
-from scheduler.cli.stores import ask_stores, user_store
 from scheduler.cli.terminal import output, print_json, say, shown_progress
-from scheduler.core.checked import MOST
+from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
 
 
@@ -132,7 +133,7 @@ def calibrate(
     from scheduler.cli import search_report
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
-    from scheduler.search import dataset
+    from scheduler.search.sweep import merged_measurements, recorded_measurements, stored_measurements
     from scheduler.store import text_files
     from search_spaces import load
 
@@ -141,10 +142,10 @@ def calibrate(
         chip = chips.find(hardware) if hardware is not None else None
     if ship is None:
         user_store().require_writable()
-    sweeps = [dataset.recorded(op, path) for path in recordings or []]
+    sweeps = [recorded_measurements(op, path) for path in recordings or []]
     chip = chip or (sweeps[0].hardware if sweeps else hardware_here(device))
-    kept = [found for _, found in ask_stores(lambda store: dataset.stored(op, chip, store))]
-    found = dataset.merged([*sweeps, *kept])
+    kept = [found for _, found in ask_stores(lambda store: stored_measurements(op, chip, store))]
+    found = merged_measurements([*sweeps, *kept])
     fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
         where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))

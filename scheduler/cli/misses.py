@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 
-from scheduler.cli.arguments import AsJson, Chips, Own, chip_of, problem_of, usage_errors, wanted_by
-from scheduler.cli.stores import open_stores, user_store
-from scheduler.cli.terminal import console_here, output, print_json, say
+from scheduler.cli.arguments import (
+    AsJson,
+    Chips,
+    Own,
+    chip_of,
+    open_stores,
+    problem_of,
+    usage_errors,
+    user_store,
+    wanted_by,
+)
+from scheduler.cli.terminal import Json, Row, console_here, ledger, output, print_json, say
+from scheduler.core import codec
+from scheduler.core.records import choice_text
+from scheduler.core.text import seconds_text
+from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Miss
-    from scheduler.prediction.evidence import Evidence
+    from scheduler.prediction.between import Evidence
     from scheduler.search.missed import Missed
     from scheduler.search.task import Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
+
 
 # Number of misses above which a progress message is printed, as each prediction takes some milliseconds.
 SOON = 500
@@ -40,7 +56,6 @@ def misses(
     as_json: AsJson = False,
 ) -> None:
     """List what calls asked for and no record answered, those first that a search is expected to gain most of."""
-    from scheduler.cli import miss_report
 
     _load(own or ())
     problem = None
@@ -58,9 +73,9 @@ def misses(
     weighed = _weighed(kept)
     shown = [one for one in weighed if everything or one.settled is None]
     if as_json:
-        print_json([miss_report.missed_json(one) for one in shown])
+        print_json([missed_json(one) for one in shown])
     elif shown:
-        output(*miss_report.missed(shown, console_here().width))
+        output(*misses_table(shown, console_here().width))
     else:
         output(_nothing(store, len(weighed)))
 
@@ -87,7 +102,7 @@ def tasks_missed(
     if everything:
         worth, little = [*worth, *little], []
     if little:
-        say(f"{len(little)} problems are left out, which together promise less than {missed.LEAST:.1%}: --all")
+        say(f"{len(little)} problems are left out, which together promise less than {missed.MIN_GAIN:.1%}: --all")
     with usage_errors():
         mine = jobs.part(worth, part or "1/1")
     tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
@@ -105,7 +120,7 @@ def _load(own: Sequence[str]) -> None:
 
 
 def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]:
-    from scheduler.prediction import evidence
+    from scheduler.prediction import between
     from scheduler.search import missed
 
     if len(kept) > SOON:
@@ -113,7 +128,7 @@ def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]
     stores = open_stores()
 
     def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> Evidence:
-        return evidence.merged(evidence.read(store, operation, problem, chip) for store in stores)
+        return between.merged(between.read(store, operation, problem, chip) for store in stores)
 
     return missed.weigh(
         kept, stored, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
@@ -127,9 +142,71 @@ def _say_elsewhere(keys: Sequence[Key], here: Hardware) -> None:
 
 
 def _nothing(store: Store, settled: int) -> str:
-    from scheduler.dispatch import missed as asked
+    from scheduler.dispatch import stored as asked
 
     if settled:
         return f"Records have settled all {settled} misses in {store.location}; --all lists them."
-    off = "" if asked.noted() else f": {asked.ENVIRONMENT} turns the noting of them off"
+    off = "" if asked.noted_misses() else f": {asked.MISSES_ENVIRONMENT} turns the noting of them off"
     return f"No misses are in {store.location}{off}."
+
+
+# ------------------------------------------------------------------------------
+# Cache misses as JSON and as a table: the problem, count, source line, and expected gain of a search.
+
+
+def missed_json(one: Missed) -> Json:
+    """Returns a miss as JSON, with times in seconds; null if they cannot be predicted."""
+    miss = one.miss
+    return {
+        "operation": miss.key.operation,
+        "problem": codec.problem_to_json(miss.key.problem),
+        "hardware": miss.key.hardware,
+        "lowered": miss.lowered,
+        "first": miss.first,
+        "last": miss.last,
+        "line": miss.line,
+        "place": miss.place,
+        "settled": one.settled is not None,
+        "library_s": one.library_s,
+        "best_s": one.best_s,
+        "gain_s": one.gain_s,
+        "reason": one.reason,
+    }
+
+
+def misses_table(of: Sequence[Missed], width: int) -> Iterator[RenderableType]:
+    """Yields one row per miss, in groups by chip."""
+    groups = []
+    in_order = sorted(of, key=lambda one: one.miss.key.hardware)  # stable: keeps the order of misses within a chip
+    for hardware, ones in itertools.groupby(in_order, lambda one: one.miss.key.hardware):
+        group = list(ones)
+        total_s = sum(one.library_total_s for one in group)
+        groups.append(([hardware], [_row(one, total_s) for one in group]))
+    columns = ("lowered", "last", "XLA", "best", "gain", "share")
+    yield from ledger("problem, and the line that asked", columns, groups, width)
+    yield ""
+    yield (
+        "XLA, best: predicted times of one call. gain: their difference for as many calls as were lowered, which says "
+        "little of how often each ran; share: of what XLA takes for all of them. `tile-scheduler tune --missed` "
+        "searches those of the chip that is here, or that --hardware names, in this order."
+    )
+
+
+def _row(one: Missed, total_s: float) -> Row:
+    miss, gain_s = one.miss, one.gain_s
+    figures = [
+        str(miss.lowered),
+        miss.last[:10],
+        "" if one.library_s is None else seconds_text(one.library_s),
+        "" if one.library_s is None or one.best_s is None else seconds_text(one.best_s),
+        "" if gain_s is None else "none" if gain_s == 0 else seconds_text(gain_s),
+        "" if not gain_s or not total_s else f"{gain_s / total_s:.1%}",
+    ]
+    since = ""
+    if one.settled is not None:
+        since = f"settled: {choice_text(one.settled.backend, one.settled.schedule)}"
+    return Row(
+        f"{miss.key.operation} {format_problem(miss.key.operation, miss.key.problem)}",
+        figures,
+        [miss.line, since, one.reason],
+    )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import math
+import string
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from scheduler.cli.arguments import (
     HardwareName,
+    ask_stores,
     chip_of,
     field_texts,
     file_errors,
@@ -20,17 +25,20 @@ from scheduler.cli.arguments import (
     usage_errors,
     wanted_by,
 )
-from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import output, say
-from scheduler.core.checked import MOST
+from scheduler.core.arguments import MOST
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.files import replace_bytes, replace_text
+from scheduler.core.text import seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from scheduler.core.records import Record
     from scheduler.inspect.case import Case
+    from scheduler.inspect.landscape import Cell, Landscape
+    from search_spaces.space import Choice
+
 
 MANY = ("gains", "roofline")
 ONE = ("best-so-far", "predictions", "landscape", "block-sizes", "tiles", "time-breakdown")
@@ -147,7 +155,7 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
 def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str | None) -> Case:
     """Returns a problem with its stored record and trials."""
     from scheduler.core import hardware as chips
-    from scheduler.core.identity import key_of
+    from scheduler.core.records import key_of
     from scheduler.inspect.case import Case
 
     if operation is None or not fields:
@@ -191,3 +199,59 @@ def _all(out: Path, recordings: Sequence[Path]) -> None:
         say(f"{name} is not drawn: {needed}")
     if len(missing) == len(MANY) + len(ONE):
         raise NothingToDraw("no picture could be drawn")
+
+
+# ------------------------------------------------------------------------------
+# The landscape of a record as text of 80 columns.
+
+_WIDTH = 80
+_CELL = 7
+# Background shades by the ratio to the best time, with one shade per step in the logarithm of the ratio.
+_STEP, _SHADES = 0.05, ("on green4", "on dark_green", "on grey30", "on grey23", "on grey15", "")
+
+
+def landscape_lines(land: Landscape) -> Iterator[Text | str]:
+    """Yields the grid of times relative to the best time.
+
+    Brackets mark the winner's pair. Letters refer to the reasons why pairs were pruned.
+    """
+    transposed = len(land.xs) > len(land.ys)
+    x, y, xs, ys = (land.y, land.x, land.ys, land.xs) if transposed else (land.x, land.y, land.xs, land.ys)
+    label = max(len(y), *(len(str(value)) for value in ys))
+    shown = min(len(xs), (_WIDTH - label) // _CELL)
+    source = f"{land.took}, {land.measured} schedules" if land.measured else "by the model"
+    said = f"{land.backend} over {x} and {y}: least time of each pair, {source}, over the best, "
+    said += seconds_text(land.best_s)
+    yield from textwrap.wrap(said, _WIDTH)
+    yield f"{'':{label}}  {x}" + (f", {shown} of {len(xs)} values" if shown < len(xs) else "")
+    yield f"{y:>{label}}" + "".join(f"{value!s:>{_CELL}}" for value in xs[:shown])
+    letters = dict(zip(land.reasons, string.ascii_letters, strict=False))
+    place = land.place(land.best.schedule)
+    for j, value in reversed(list(enumerate(ys))):
+        yield _row(value, label, [_cell(land, transposed, i, j, letters, place) for i in range(shown)])
+    for reason, letter in letters.items():
+        yield Text(textwrap.fill(f"  {letter}  {reason}", _WIDTH, subsequent_indent="     "))
+    if any(cell.legal and cell.best_s is None for row in land.cells for cell in row):
+        yield "  ?  legal, not tried"
+
+
+def _cell(
+    land: Landscape, transposed: bool, i: int, j: int, letters: dict[str, str], place: tuple[int, int] | None
+) -> tuple[str, str]:
+    """Returns the text and the background style of a cell."""
+    column, row = (j, i) if transposed else (i, j)
+    cell: Cell = land.cells[row][column]
+    if cell.best_s is None:
+        return ("?" if cell.legal else letters[cell.reason]), ""
+    ratio = cell.best_s / land.best_s
+    text = f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+    shade = _SHADES[min(int(math.log(ratio) / _STEP), len(_SHADES) - 1)]
+    return (f"[{text}]" if place == (column, row) else text), shade
+
+
+def _row(value: Choice, label: int, cells: list[tuple[str, str]]) -> Text:
+    made = Text(f"{value!s:>{label}}")
+    for text, shade in cells:
+        made.append(" ")
+        made.append(f"{text:>{_CELL - 1}}", style=shade)
+    return made

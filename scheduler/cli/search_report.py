@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli import range_report
-from scheduler.cli.layout import Json, Row, ledger, table, texts
+from scheduler.cli import record_report
 from scheduler.cli.record_report import entry_json, record_json
+from scheduler.cli.terminal import Json, Row, ledger, table, texts
 from scheduler.core import codec
-from scheduler.core.identity import point_of
-from scheduler.core.quantities import ratio_text, seconds_text, share_text
-from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
-from scheduler.inspect.provenance import failures
-from scheduler.inspect.verdict import standing
-from scheduler.inspect.wording import compared
-from search_spaces import spelled
+from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text, point_of
+from scheduler.core.text import ratio_text, seconds_text, share_text
+from scheduler.inspect.case import failures
+from scheduler.inspect.verdict import compared, standing
+from search_spaces import format_problem
 
 if TYPE_CHECKING:
-    from scheduler.search.reverify import Reverified
+    from scheduler.search.reverify import VerifyResult
     from scheduler.search.task import Result
 
 
@@ -41,7 +39,7 @@ def result_json(result: Result) -> Json:
     if result.entry is not None:
         values["answer"] = entry_json(result.entry, problem, result.hardware)
     if result.range is not None:
-        values["range"] = range_report.range_json(result.range)
+        values["range"] = record_report.range_json(result.range)
     if result.record is not None:
         values["record"] = record_json(result.record, problem, result.hardware)
     return values
@@ -69,7 +67,7 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
             if result.library is not None:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
-        under += range_report.summary(result.range) if result.range is not None else []
+        under += record_report.range_summary(result.range) if result.range is not None else []
         rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
     yield from ledger(
         "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
@@ -111,7 +109,7 @@ def _gain(result: Result) -> str:
 def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
     """Yields sentences about the measurements of a sweep and their results."""
     drawn = "all" if sweep.sample is None else f"{sweep.sample} drawn with seed {sweep.seed}, and the library"
-    yield f"{sweep.operation} {spelled(sweep.operation, sweep.problem)} on {sweep.kind}"
+    yield f"{sweep.operation} {format_problem(sweep.operation, sweep.problem)} on {sweep.kind}"
     yield f"{sweep.space} schedules, {sweep.legal} of them legal; {drawn}, measured {sweep.repetitions} times each"
     for reason, count in failures(trials).items():
         yield f"{count} failed: {reason}"
@@ -139,7 +137,7 @@ def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
     return made
 
 
-def reverified_json(verdict: Reverified) -> Json:
+def reverified_json(verdict: VerifyResult) -> Json:
     record = verdict.record
     return {
         "operation": record.key.operation,
@@ -164,10 +162,10 @@ def reverified_json(verdict: Reverified) -> Json:
     }
 
 
-def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
+def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[RenderableType]:
     """Yields the result for each stored winner, one row per winner."""
     states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
-    of_operation: dict[str, list[Reverified]] = {}
+    of_operation: dict[str, list[VerifyResult]] = {}
     for verdict in verdicts:
         of_operation.setdefault(verdict.record.key.operation, []).append(verdict)
     groups = []
@@ -179,7 +177,7 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
             then, now = seconds_text(record.winner.measurement.median_s), verdict.now
             rows.append(
                 Row(
-                    f"{operation} {spelled(operation, record.key.problem)}",
+                    f"{operation} {format_problem(operation, record.key.problem)}",
                     (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
                     [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
                 )

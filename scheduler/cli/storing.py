@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scheduler.cli.arguments import Chips, file_errors, problem_of, range_of, usage_errors, wanted_by
-from scheduler.cli.stores import ranges_of, records_of, user_store
+from scheduler.cli.arguments import (
+    Chips,
+    file_errors,
+    problem_of,
+    range_of,
+    ranges_of,
+    records_of,
+    usage_errors,
+    user_store,
+    wanted_by,
+)
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import read_stream, read_text, replace_text
@@ -95,7 +104,7 @@ def forget(
 
 def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None) -> None:
     """Deletes the range with exactly these ends. The records at its points remain."""
-    from scheduler.core.identity import family_of
+    from scheduler.core.records import family_of
 
     store, ends = user_store(), (getattr(lowest, field), getattr(highest, field))
     gone = [

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from scheduler.core.safe_text import printable as printable
+from scheduler.core.text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from scheduler.core.progress import Progress
-    from scheduler.search.task import Task
+    from scheduler.core.progress import JobProgress, Progress
+    from scheduler.search.job_run import Step
+    from scheduler.search.task import Result, Task
 
 
 T = TypeVar("T")
@@ -68,8 +74,8 @@ def say(message: str) -> None:
 
 def best_text(progress: Progress) -> str:
     """Formats the best result of a search so far."""
-    from scheduler.core.quantities import seconds_text
     from scheduler.core.records import choice_text
+    from scheduler.core.text import seconds_text
 
     best = progress.best
     if best is None:
@@ -149,3 +155,167 @@ def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Itera
                 bars.advance(row)
 
         yield bar
+
+
+# ------------------------------------------------------------------------------
+# Layout of the command line's output: tables and ledgers.
+
+Json = dict[str, Any]
+
+
+# Maximum width of a ledger. Wider lines are harder to read than schedules folded to two lines.
+WIDEST = 150
+
+
+def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """Returns an empty table; the columns named in `numbers` are right-aligned."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        number = name in numbers
+        made.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    return made
+
+
+def texts(*cells: object) -> list[Text]:
+    """Converts cells to plain text, without markup."""
+    return [Text(printable(str(cell))) for cell in cells]
+
+
+def labelled(rows: Iterable[tuple[object, object]]) -> Table:
+    """Returns a table of labels and texts, with texts folded in their own column."""
+    made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for label, text in rows:
+        made.add_row(*texts(label, text))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a `ledger`: its subject `of`, its figures, and the lines under it."""
+
+    of: str
+    figures: Sequence[str]
+    under: Sequence[str] = ()
+
+
+def ledger(
+    title: str, columns: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Row]]], width: int
+) -> Iterator[RenderableType]:
+    """Yields groups of rows, each below its heading lines. Rows take one or more lines; figures are right-aligned."""
+    groups, width = list(groups), min(width, WIDEST)
+    figures = zip(columns, *(row.figures for _, rows in groups for row in rows), strict=True)
+    widths = [max(map(len, column)) for column in figures]
+
+    def line(first: str, cells: Sequence[str]) -> Table:
+        made = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        made.width = width
+        made.add_column(ratio=1, overflow="fold")
+        for each in widths:
+            made.add_column(justify="right", width=each, no_wrap=True)
+        made.add_row(*texts(first, *cells))
+        return made
+
+    yield line(title, columns)
+    yield Text("\u2500" * width)
+    for number, (heading, rows) in enumerate(groups):
+        yield from ([""] if number else []) + list(heading)
+        for row in rows:
+            yield line(row.of, row.figures)
+            yield from (Padding(Text(printable(text), overflow="fold"), (0, 0, 0, 2)) for text in row.under if text)
+
+
+# ------------------------------------------------------------------------------
+# Progress of a job on standard error: its problems, and the running searches of each executor.
+
+
+class Display(Protocol):
+    """Receives progress events of a running job."""
+
+    def step(self, step: Step) -> None:
+        """Called after each trial, and at the start of a search."""
+
+    def ended(self, result: Result) -> None:
+        """Called at the end of a problem."""
+
+
+@contextlib.contextmanager
+def shown_job(*, several: bool) -> Iterator[Display]:
+    """Shows the progress of a job.
+
+    On a terminal, shows one bar for the job and one per search. Otherwise, prints a line for each new best.
+
+    Args:
+      several: whether the job has several executors. If so, each search is labeled with its executor.
+    """
+    if not sys.stderr.isatty():
+        yield _Lines(several)
+        return
+    with contextlib.closing(_Bars(several)) as bars:
+        yield bars
+
+
+def _left(eta_s: float | None) -> str:
+    if eta_s is None:
+        return ""
+    return f"{eta_s:.0f} s left" if eta_s < 180 else f"{eta_s / 60:.0f} min left"
+
+
+def _what(step: Step, several: bool) -> str:
+    return f"{step.place}: {step.task}" if several else str(step.task)
+
+
+class _Lines:
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._shown: dict[int, str] = {}
+
+    def step(self, step: Step) -> None:
+        search, which = step.search, id(step.task)
+        if search.done < search.budget and self._shown.get(which) == best_text(search):
+            return
+        self._shown[which] = best_text(search)
+        job = [f"{step.job.done} of {step.job.total} problems done", _left(step.job.eta_s)]
+        how_far = f"{search.done}/{search.budget} trials, {best_text(search)}"
+        say(f"{_what(step, self._several)}: {how_far} ({', '.join(filter(None, job))})")
+
+    def ended(self, result: Result) -> None:
+        if result.state == "failed":
+            say(f"{result.task}: failed")
+
+
+class _Bars:
+    def __init__(self, several: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
+        columns += [TextColumn("{task.fields[said]}", markup=False)]
+        self._bars = Progress(*columns, console=Console(stderr=True))
+        self._several = several
+        self._job: Any = None
+        self._rows: dict[int, Any] = {}
+        self._bars.start()
+
+    def step(self, step: Step) -> None:
+        self._draw_job(step.job)
+        search, which = step.search, id(step.task)
+        if which not in self._rows:
+            self._rows[which] = self._bars.add_task("", total=search.budget, label="", said="")
+        best = printable(best_text(search)).partition(":")[0]  # without the schedule, to fit in one line
+        label = printable(_what(step, self._several))
+        self._bars.update(self._rows[which], completed=search.done, total=search.budget, label=label, said=best)
+
+    def ended(self, result: Result) -> None:
+        if (row := self._rows.pop(id(result.task), None)) is not None:
+            self._bars.remove_task(row)
+        if self._job is not None:
+            self._bars.advance(self._job)
+
+    def _draw_job(self, job: JobProgress) -> None:
+        if self._job is None:
+            self._job = self._bars.add_task("", total=job.total, label="problems", said="")
+        self._bars.update(self._job, completed=job.done, said=_left(job.eta_s))
+
+    def close(self) -> None:
+        self._bars.stop()

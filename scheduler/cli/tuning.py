@@ -13,24 +13,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scheduler.cli.arguments import (
+    Address,
     AsJson,
     CompileTimeout,
     Device,
+    Devices,
+    Engine,
     Own,
     Part,
     RunTimeout,
     Seed,
+    chosen,
     finite,
+    fleet,
     named_task,
+    no_store,
     read_text,
     usage_errors,
+    user_store,
 )
-from scheduler.cli.devices import Devices, chosen
-from scheduler.cli.fleet import Address, Engine, fleet
-from scheduler.cli.job_progress import shown_job
-from scheduler.cli.stores import no_store, user_store
-from scheduler.cli.terminal import console_here, output, print_json, say, shown_progress
-from scheduler.core.checked import MOST
+from scheduler.cli.terminal import console_here, output, print_json, say, shown_job, shown_progress
+from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
@@ -39,9 +42,9 @@ if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.progress import Progress
     from scheduler.measure.runner import Runner, RunnerOptions
+    from scheduler.search.job_queue import DeviceExecutor as PlaceOfDevice
+    from scheduler.search.job_queue import Executor
     from scheduler.search.job_run import Step
-    from scheduler.search.places import Device as PlaceOfDevice
-    from scheduler.search.places import Place
     from scheduler.search.task import Malformed, RangeTask, Result, Task
     from scheduler.store.store import Store
 
@@ -141,11 +144,10 @@ def tune(
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
-    from scheduler.search import jobs, places
+    from scheduler.search import job_queue, jobs
     from scheduler.search.named_samplers import sampler_of
-    from scheduler.search.range_text import is_range
     from scheduler.search.ranges import plan_text
-    from scheduler.search.task import Malformed, RangeTask, Task, trials
+    from scheduler.search.task import Malformed, RangeTask, Task, is_range, trials
     from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
@@ -177,7 +179,7 @@ def tune(
         search = functools.partial(Task, budget=wanted, seconds=seconds)
         choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
         some = load(OPERATIONS[0])
-        here = [places.Device.for_(some, options)] if devices is None else chosen(devices, some, options)
+        here = [job_queue.DeviceExecutor.for_(some, options)] if devices is None else chosen(devices, some, options)
         _tune_missed(choose, store, here, minutes, seed=seed, sampler=sampler, force=force, as_json=as_json)
         return
     tasks: Sequence[Task | RangeTask | Malformed]
@@ -195,14 +197,14 @@ def tune(
     for task in tasks:
         if isinstance(task, RangeTask):
             say(f"{task}: {plan_text(task)}")
-    where: Sequence[Place] | None = None
+    where: Sequence[Executor] | None = None
     with contextlib.ExitStack() as stack:
         if engine is not None:
             where = stack.enter_context(fleet(engine, address, hardware, options))
         elif devices is not None and first is not None:
             where = chosen(devices, first, options)
         elif opened is not None:
-            where = [places.Device(opened.result)]
+            where = [job_queue.DeviceExecutor(opened.result)]
         _tune(
             tasks,
             store,
@@ -221,7 +223,7 @@ def tune(
 
 def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
     """Starts a runner in a thread, so that its processes start while this process imports its other modules."""
-    from scheduler.core.threads import in_thread
+    from scheduler.core.interrupts import in_thread
     from scheduler.measure.pool import start_runner
     from search_spaces import load
 
@@ -244,9 +246,9 @@ def _tune_missed(
     **how: Any,
 ) -> None:
     """Tunes the tasks that `choose` returns for the local chip, in this order."""
-    from scheduler.search.missed import Within
+    from scheduler.search.missed import TimeBudget
 
-    bound = Within(None if minutes is None else 60 * minutes)
+    bound = TimeBudget(None if minutes is None else 60 * minutes)
     with contextlib.ExitStack() as stack:
         for place in here:
             stack.callback(place.close)
@@ -259,7 +261,7 @@ def _tune_missed(
 def _tune(
     tasks: Sequence[Task | RangeTask | Malformed],
     store: Store,
-    places: Sequence[Place] | None,
+    places: Sequence[Executor] | None,
     *,
     as_json: bool,
     alone: bool = False,

@@ -18,14 +18,14 @@ from scheduler.cli.arguments import (
     field_texts,
     finite,
     has_fields,
+    records_of,
     usage_errors,
+    user_store,
 )
-from scheduler.cli.layout import labelled
-from scheduler.cli.stores import records_of, user_store
-from scheduler.cli.terminal import console_here, output, print_json, say
+from scheduler.cli.terminal import console_here, labelled, output, print_json, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.plan import Plan
-from scheduler.core.quantities import seconds_text
+from scheduler.core.text import seconds_text
 
 
 def verify(
@@ -127,11 +127,12 @@ def _verify_plan(
 
 
 def _verify_function(plan: Plan, function: str, arrays: Sequence[str], as_json: bool) -> None:
-    from scheduler.functions import check_plan, named
+    from scheduler.functions import named
+    from scheduler.functions.plan import remeasure_plan
 
     with usage_errors():
         fn, args = named.to_time(function, arrays)
-    found = check_plan.time_again(plan, fn, args)
+    found = remeasure_plan(plan, fn, args)
     margin = found.margin
     if as_json:
         print_json(
@@ -167,10 +168,10 @@ def _verify_function(plan: Plan, function: str, arrays: Sequence[str], as_json: 
 
 def _verify_kernels(plan: Plan, within: float, options: Any, seed: int, as_json: bool) -> None:
     from scheduler.cli import search_report
-    from scheduler.functions import check_plan
+    from scheduler.functions.plan import plan_records
     from scheduler.search.reverify import reverify
 
-    records, verdicts = check_plan.records(plan), []
+    records, verdicts = plan_records(plan), []
     for verdict in reverify(records, options=options, within=within, seed=seed):
         verdicts.append(verdict)
         say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")

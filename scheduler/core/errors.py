@@ -1,6 +1,8 @@
 """Exceptions; each message says what was expected, what was found and what to do."""
 
-from scheduler.core.safe_text import printable
+from __future__ import annotations
+
+from scheduler.core.text import printable
 
 
 class SchedulerError(Exception):
@@ -69,7 +71,7 @@ class DeviceLost(WorkerError):
     """All worker processes of a device were lost, and no new ones can be started on it."""
 
 
-class PlaceLost(SchedulerError):
+class ExecutorLost(SchedulerError):
     """An executor of tuning jobs, a GPU or a host, was lost together with its current search."""
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
+from scheduler.core.interrupts import in_fresh_thread
 from scheduler.core.records import Schedule, choice_text
-from scheduler.core.threads import in_fresh_thread
 from search_spaces.fingerprint import fingerprint
 from search_spaces.kernel import Kernel, Target
 from search_spaces.operation import Operation

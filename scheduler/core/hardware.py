@@ -10,11 +10,9 @@ from types import MappingProxyType
 
 import jax
 
-from scheduler.core.chip import GIB, KIB, MB, Abilities, Hardware, peaks
+from scheduler.core.chip_table import GIB, GPUS, KIB, MB, TPUS, Abilities, Hardware, peaks
 from scheduler.core.errors import SchedulerError, UnknownChip
-from scheduler.core.gpus import GPUS
 from scheduler.core.records import Sweep
-from scheduler.core.tpus import TPUS
 from search_spaces.kernel import Target
 from search_spaces.space import meant
 

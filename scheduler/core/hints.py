@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from scheduler.core.chip import Hardware
+from scheduler.core.chip_table import Hardware
 from search_spaces import locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

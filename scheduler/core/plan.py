@@ -11,13 +11,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from scheduler.core.codec import BY_NAME, parsed
-from scheduler.core.decoding import field_of, json_object, list_of, maker, text, whole
+from scheduler.core.codec import BY_NAME, field_of, json_object, list_of, maker, parsed, text, whole
 from scheduler.core.errors import PlanError
 from scheduler.core.files import read_text, replace_text
-from scheduler.core.quantities import seconds_text
 from scheduler.core.records import LIBRARY, Environment, Schedule, choice_text
-from search_spaces import spelled
+from scheduler.core.text import seconds_text
+from search_spaces import format_problem
 
 FORMAT = 1
 # "xla": each problem runs its fastest library, XLA or a vendor's (cuDNN). "all": each problem runs its fastest backend
@@ -57,7 +56,7 @@ class Planned:
     reference: str = ""
 
     def __str__(self) -> str:
-        return f"{self.operation} {spelled(self.operation, self.problem)}"
+        return f"{self.operation} {format_problem(self.operation, self.problem)}"
 
 
 @dataclasses.dataclass(frozen=True)

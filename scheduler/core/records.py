@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from scheduler.core.safe_text import encodable, one_line
-from search_spaces import spelled
+from scheduler.core.text import encodable, one_line
+from search_spaces import format_problem
 from search_spaces.space import Choice
 from search_spaces.space import choice_text as text_of
+
+if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
+
 
 Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
@@ -56,7 +63,7 @@ class Key:
     problem: str
 
     def __str__(self) -> str:
-        return one_line(f"{self.operation} {spelled(self.operation, self.problem)} on {self.hardware}")
+        return one_line(f"{self.operation} {format_problem(self.operation, self.problem)} on {self.hardware}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,3 +411,63 @@ class Sweep:
     again: int = 0
     rounds: int = 0
     library: str = LIBRARY
+
+
+# ------------------------------------------------------------------------------
+# Identity of problems and candidates: equality, and the names under which they are stored.
+
+# A hashable schedule; a schedule of a backend; a schedule of one version of a backend's kernel.
+Fields = tuple[tuple[str, Choice], ...]
+Point = tuple[str, Fields]
+Versioned = tuple[Point, int]
+
+
+class Candidate(Protocol):
+    """A schedule of a kernel: a candidate, a trial or an entry of a record."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def schedule(self) -> Schedule: ...
+
+
+def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
+    """Returns the key of a problem on a chip in stores."""
+    return Key(operation.name, hardware.id, problem.canonical())
+
+
+def family_of(problem: Problem, field: str) -> str:
+    """Returns the canonical text of a problem without `field`, equal for all problems that differ only in it."""
+    told = {name: value for name, value in problem.told().items() if name != field}
+    return json.dumps(told, sort_keys=True, separators=(",", ":"))
+
+
+def families_of(problem: Problem) -> list[str]:
+    """Returns `family_of` for each field that may be the extent of a range."""
+    return [family_of(problem, name) for name, value in vars(problem).items() if type(value) is int]
+
+
+def fields_of(schedule: Schedule) -> Fields:
+    return tuple(sorted(schedule.items()))
+
+
+def point_of(backend: str, schedule: Schedule) -> Point:
+    """Returns the identity of a candidate among those of one problem and one version of the kernels."""
+    return backend, fields_of(schedule)
+
+
+def versioned(candidate: Candidate) -> Versioned:
+    """Returns the identity of a candidate across kernel versions."""
+    return point_of(candidate.backend, candidate.schedule), candidate.version
+
+
+def schedule_to_text(schedule: Schedule) -> str:
+    """Returns JSON, deterministic for the same schedule."""
+    return json.dumps(dict(sorted(schedule.items())))
+
+
+def label_of(backend: str, schedule: Schedule) -> str:
+    """Returns the label of a candidate in a run-off, in `Verdict.tied` and its notes; stored, so it must not change."""
+    return f"{backend} {schedule_to_text(schedule)}"

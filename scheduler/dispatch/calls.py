@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.dispatch import dispatch, explicit, planned
+from scheduler.dispatch import dispatch, planned, sharded
 from scheduler.dispatch.primitive import library, tuned_call
 from search_spaces import jax_compat, partitioning_compat
 from search_spaces.configuration import formulas
-from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
-from search_spaces.operation import Bound, Operation, Unbound
+from search_spaces.front_end import EXPLICIT_AXES, allow_explicit_axes
+from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import as_tuple
 from search_spaces.space import unknown
 
@@ -211,14 +211,14 @@ def _itself(value: Any) -> Any:
     return math.nan if isinstance(value, float | np.floating) and value != value else value
 
 
-def _tuned(operation: Operation[Any], options: dispatch.Options, bound: Bound[Any]) -> Any:
+def _tuned(operation: Operation[Any], options: dispatch.Options, bound: BoundCall[Any]) -> Any:
     _require_hashable(operation, bound.params)
     with formulas():
         result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
         return result if bound.restore is None else bound.restore(*as_tuple(result))
 
 
-def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
+def _by_library(operation: Operation[Any], bound: BoundCall[Any]) -> Any:
     params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
     with formulas():
         results = library(operation, bound.problem, params, *bound.operands)
@@ -227,10 +227,10 @@ def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
 
 def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
     """Binds and runs the call on global arrays with explicit mesh axes."""
-    with posing_explicit():
+    with allow_explicit_axes():
         bound = bind()
-    if isinstance(bound, Unbound):
-        raise explicit.WholeError(bound.reason)
+    if isinstance(bound, Unsupported):
+        raise sharded.NotShardable(bound.reason)
     return _tuned(operation, options, bound)
 
 
@@ -253,7 +253,7 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
         bind = functools.partial(operation.bind, *arrays[:first], **named)
         bound = bind()
         given = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
-        if isinstance(bound, Unbound):
+        if isinstance(bound, Unsupported):
             plain, reason = bound.answer, bound.reason
         elif jax_compat.has_explicit_axes(given):
             plain, reason = functools.partial(_by_library, operation, bound), EXPLICIT_AXES
@@ -261,7 +261,7 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
             return _tuned(operation, options, bound)
         if reason == EXPLICIT_AXES:
             whole = functools.partial(_of_whole_arrays, operation, options, bind)
-            result = explicit.unless(given, whole, plain)
+            result = sharded.sharded_or_reason(given, whole, plain)
             if not isinstance(result, str):
                 return result
             reason = f"{reason}: {result}"

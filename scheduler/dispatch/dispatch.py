@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import jax
 
-from scheduler.core import checked, hints
+from scheduler.core import arguments, hints
 from scheduler.core import hardware as chips
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.core.errors import (
     CacheMiss,
     IllegalSchedule,
@@ -28,18 +28,17 @@ from scheduler.core.errors import (
 )
 from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
-from scheduler.core.records import Key, Schedule, schedule_text
-from scheduler.core.threads import in_fresh_thread
-from scheduler.dispatch import missed, planned
+from scheduler.core.interrupts import in_fresh_thread
+from scheduler.core.records import Key, Schedule, key_of, schedule_text
+from scheduler.dispatch import planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
-from scheduler.dispatch.stored import evidence, say_once, stored
+from scheduler.dispatch.stored import evidence, note_miss, say_once, stored
 from scheduler.model import constants
-from scheduler.model.feasibility import has_fields, illegal
-from scheduler.prediction.validation import recheck
-from scheduler.store.layered import Cache, warn_once
-from search_spaces import end_load
+from scheduler.model.pruning import has_fields, illegal
+from scheduler.prediction.transfer import recheck
+from scheduler.store.cache import Cache, warn_once
+from search_spaces import stop_script_import
 from search_spaces.kernel import Kernel, Library, Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -141,7 +140,7 @@ def _policy(on_miss: str | None) -> OnMiss:
         found, name = on_miss, "on_miss"
     else:
         found, name = os.environ.get(ENVIRONMENT) or "model", ENVIRONMENT
-    return checked.one_of(name, found, ON_MISS)
+    return arguments.checked_choice(name, found, ON_MISS)
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
@@ -213,7 +212,7 @@ class _Answers:
     def decide(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
         decision = self._decision(operation, problem, platform, options)
         if decision.missed is not None:
-            missed.note(self.cache, operation, decision.missed)
+            note_miss(self.cache, operation, decision.missed)
         return decision
 
     def _decision(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
@@ -309,8 +308,8 @@ class _Deciding:
     def _missed(self, hardware: Hardware, useless: str) -> Decision:
         policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
         if policy == "error":
-            missed.note(self.cache, self.operation, key)
-            end_load()  # the suggested command imports the script that made this call
+            note_miss(self.cache, self.operation, key)
+            stop_script_import()  # the suggested command imports the script that made this call
             why = f" ({useless})" if useless else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
@@ -358,7 +357,7 @@ class _Deciding:
             command = hints.tune(self.operation, self.problem, hardware)
             warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead); run: {command}")
             return self._predicted(hardware)
-        end_load()
+        stop_script_import()
         say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:

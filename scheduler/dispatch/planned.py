@@ -17,8 +17,8 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
 from scheduler.dispatch.several_processes import require_one_code
-from scheduler.model.feasibility import illegal
-from scheduler.store.layered import warn_once
+from scheduler.model.pruning import illegal
+from scheduler.store.cache import warn_once
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 

@@ -14,16 +14,16 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from scheduler.core.backends import backends_of_another
-from scheduler.dispatch import dispatch, divided, explicit
+from scheduler.core.arguments import backends_of_another
+from scheduler.dispatch import dispatch, sharded
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
-from search_spaces import debugging_compat, jax_compat
+from search_spaces import jax_compat, lowering_compat
 from search_spaces.configuration import formulas
+from search_spaces.front_end import Shape, SplitAxes, split_axes
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
-from search_spaces.unfolded import Shape, Unfolded, unfold
 
 tuned_call_p = Primitive("tuned_call")
 tuned_call_p.multiple_results = True
@@ -49,11 +49,11 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
 
         def part(posed: Problem, *local: Any) -> Any:
             if jax_compat.has_explicit_axes(local):
-                raise explicit.WholeError("a `vmap` has taken an axis of the mesh that divides them")
+                raise sharded.NotShardable("a `vmap` has taken an axis of the mesh that divides them")
             return tuned_call(operation, posed, *local, params=params, options=options)
 
-        return explicit.over(operation, problem, options, part, *args)
-    if operation.vjp_fwd is not None and not debugging_compat.is_expanded_by_jet(args):
+        return sharded.call_sharded(operation, problem, options, part, *args)
+    if operation.vjp_fwd is not None and not lowering_compat.is_expanded_by_jet(args):
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
     return _bind(operation, problem, _of_kernels(operation, params), options, *args)
 
@@ -81,7 +81,7 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
 
 
 @functools.lru_cache(maxsize=4096)
-def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> Unfolded[Any] | None:
+def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> SplitAxes[Any] | None:
     """Returns how operands of these shapes split axes of the problem; None if the shapes equal the problem's.
 
     Raises:
@@ -92,10 +92,10 @@ def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, 
     sharding = operation.sharding(problem)
     if sharding is None or len(shapes) != len(problem.operands()):
         raise ValueError("they are others")
-    return unfold(sharding, problem, shapes)
+    return split_axes(sharding, problem, shapes)
 
 
-def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> Unfolded[Any] | None:
+def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> SplitAxes[Any] | None:
     return _unfolded(operation, problem, tuple(x.shape for x in args))
 
 
@@ -116,7 +116,7 @@ def _typed(array: tuple[tuple[int, ...], Any]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
-    return debugging_compat.as_one_operation(
+    return lowering_compat.as_one_operation(
         lambda *args: tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options),
         _name(operation),
     )
@@ -153,7 +153,7 @@ def _results(
 
 def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
     if jax_compat.is_partitioned(ctx.module_context.axis_context):
-        lowered = divided.lower(ctx, args, _part, operation, problem, params, options)
+        lowered = sharded.lower_divided_call(ctx, args, _part, operation, problem, params, options)
         if not isinstance(lowered, str):
             return lowered
         dispatch.leave_to_library(operation, options, f"{problem}: {dispatch.ON_A_MESH}, and {lowered}")
@@ -324,5 +324,5 @@ ad.primitive_jvps[tuned_call_p] = _differentiate
 ad.primitive_transposes[tuned_call_p] = _transpose
 batching.primitive_batchers[tuned_call_p] = _batch
 jax_compat.let_policies_see(tuned_call_p, _as_dot)
-debugging_compat.let_checkify_see(tuned_call_p, _name)
-debugging_compat.let_jet_see(tuned_call_p, _name, _by_formula)
+lowering_compat.let_checkify_see(tuned_call_p, _name)
+lowering_compat.let_jet_see(tuned_call_p, _name, _by_formula)

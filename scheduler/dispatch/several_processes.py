@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from scheduler.core import safe_text
+from scheduler.core import text
 from scheduler.core.errors import SchedulerError
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import jax_compat
@@ -36,7 +36,7 @@ def require_one_code(plan: str = "") -> None:
         try:
             first = jax_compat.value_of_first_process(f"digest/{len(_agreed)}", own)
         except RuntimeError as error:
-            safe_text.warn(f"cannot tell whether all processes choose the same schedules: {error}")
+            text.warn_safely(f"cannot tell whether all processes choose the same schedules: {error}")
             first = own
         if first != own:
             raise SchedulerError(f"process {jax.process_index()} {_difference(plan, first.partition(' ')[0])}")

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from jax.extend import source_info_util
+
+from scheduler.core import arguments, frames
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import families_of, key_of
-from scheduler.core.ranges import Range
-from scheduler.core.records import Key, Record, Schedule, preferred
-from scheduler.prediction.validation import recheck
-from scheduler.store.layered import Cache
+from scheduler.core.neighbours import Range
+from scheduler.core.records import Key, Miss, Record, Schedule, families_of, key_of, preferred
+from scheduler.prediction.transfer import recheck
+from scheduler.store.cache import Cache
+from search_spaces import OPERATIONS, locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 if TYPE_CHECKING:
-    from scheduler.prediction.evidence import Evidence
+    from scheduler.prediction.between import Evidence
+
 
 logger = logging.getLogger("scheduler")
 _said: set[str] = set()
@@ -61,14 +70,14 @@ def stored(
         elif estimated is None:
             estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {place}"
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
-        from scheduler.prediction.between import Between, between  # imported late, as few stores have ranges
+        from scheduler.prediction.between import RangeAnswer, between  # imported late, as few stores have ranges
 
         def points(key: Key) -> Iterator[Record]:
             held = [record for _, record in cache.find(key, shared_only=shared_only)]
             return iter(sorted(held, key=lambda record: record.estimated))
 
         lying = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
-        if isinstance(lying, Between):
+        if isinstance(lying, RangeAnswer):
             if not lying.estimated or (estimates and estimated is None):
                 return lying.backend, lying.schedule, lying.reason
         elif lying:
@@ -83,7 +92,7 @@ def evidence(
     cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool = False
 ) -> Evidence:
     """Returns the stored records and ranges that a prediction for `problem` may use."""
-    from scheduler.prediction.evidence import Evidence, merged, read
+    from scheduler.prediction.between import Evidence, merged, read
 
     own = [] if shared_only else cache.remembered(operation=operation.name, hardware=hardware.id)
     stores = cache.ask(lambda store: read(store, operation, problem, hardware), shared_only=shared_only)
@@ -108,3 +117,74 @@ def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.info(message)
+
+
+# ------------------------------------------------------------------------------
+# Logging of cache misses to the user's store at each lowering, with the line of user code that made the call.
+
+MISSES_ENVIRONMENT = "TILE_SCHEDULER_MISSES"
+_ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
+
+_log = logging.getLogger("scheduler")
+_places: dict[Operation[Any], str] = {}
+# The line of a call that XLA is compiling. The Python frame of that line has already returned.
+_asking: ContextVar[str | None] = ContextVar("asking", default=None)
+
+
+def noted_misses() -> bool:
+    """Whether misses are logged. `TILE_SCHEDULER_MISSES=off` disables logging.
+
+    Raises:
+      ValueError: the environment variable is neither on nor off.
+    """
+    said = os.environ.get(MISSES_ENVIRONMENT, "").strip().lower() or "on"
+    return arguments.checked_choice(MISSES_ENVIRONMENT, said, (*_ON, *_OFF)) in _ON
+
+
+def note_miss(cache: Cache, operation: Operation[Any], key: Key) -> None:
+    """Logs a cache miss for `key` to the user's own store, asynchronously. Failures are logged at debug level."""
+    if not noted_misses():
+        return
+    try:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        cache.note(Miss(key, 1, now, now, calling_line(), _place(operation)))
+    except Exception as error:  # a failure to log a miss must not fail the call
+        _log.debug("%s is not noted as a miss: %r", key, error)
+
+
+def calling_line() -> str:
+    """Returns ``file:line`` of the user code that made the call being lowered; "" if the file is unknown.
+
+    For a call traced within another function, this is the line in that function. For an eager call, it is the line of
+    the call.
+    """
+    if (told := _asking.get()) is not None:
+        return told
+    traced = frames.traced(source_info_util.current().traceback)
+    call = frames.asked_by(traced) or frames.asked_by(_running())
+    return f"{os.path.abspath(call.file)}:{call.line}" if call else ""
+
+
+@contextmanager
+def misses_from(line: str) -> Iterator[None]:
+    """Makes `line_asking` return `line` within this context."""
+    before = _asking.set(line)
+    try:
+        yield
+    finally:
+        _asking.reset(before)
+
+
+def _running() -> Iterator[frames.Place]:
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _place(operation: Operation[Any]) -> str:
+    if operation.name in OPERATIONS:
+        return ""
+    if operation not in _places:
+        _places[operation] = locate(operation) or ""
+    return _places[operation]

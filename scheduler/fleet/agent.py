@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scheduler.core import codec
-from scheduler.core.errors import PlaceLost, SchedulerError
+from scheduler.core import hardware as chips
+from scheduler.core.errors import ExecutorLost, SchedulerError
+from scheduler.core.neighbours import Near
 from scheduler.core.progress import Progress
-from scheduler.core.records import Environment, Key, Record, Trial
-from scheduler.core.similar import Near
+from scheduler.core.records import Environment, Failure, Key, Record, Trial
 from scheduler.fleet.messages import (
     Failed,
     Found,
@@ -26,18 +28,23 @@ from scheduler.fleet.messages import (
     kernel_versions,
     versions,
 )
-from scheduler.measure.compilers import Transport
+from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
 from scheduler.measure.pool import Pool, open_runner
+from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import Runner, RunnerOptions
-from scheduler.search.places import Device
-from scheduler.search.task import How, Task
+from scheduler.measure.runner import Task as MeasureTask
+from scheduler.measure.subprocess_pipe import Limits, replied
+from scheduler.search.job_queue import DeviceExecutor
+from scheduler.search.task import SearchOptions, Task
 from scheduler.store.lease import Lease
 from search_spaces import load
-from search_spaces.errors import DeclarationError
+from search_spaces.kernel import Target
 from search_spaces.operation import Operation
+from search_spaces.space import DeclarationError
 
 if TYPE_CHECKING:
     from scheduler.store.studies import Described
+
 
 Say = Callable[[Message], None]
 
@@ -54,7 +61,7 @@ class Agent:
         self._options, self._node = options, node
         self._helpers: list[Transport] = []
         self._pool: Pool | None = None
-        self._device = Device(self._start)
+        self._device = DeviceExecutor(self._start)
         self._environment: Environment
 
     def _start(self) -> Runner:
@@ -122,10 +129,10 @@ class Agent:
             backends = frozenset(order.backends) or None
             first, brief = order.first, order.brief
             task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
-            how = How(order.seed, order.l2, sampler=order.sampler)
+            how = SearchOptions(order.seed, order.l2, sampler=order.sampler)
             self._device.open()
             record = self._device.search(task, how, relay, lambda step: say(_reached(step)))
-        except PlaceLost as error:
+        except ExecutorLost as error:
             return Failed(str(error), device=True)
         except (SchedulerError, DeclarationError) as error:
             return Failed(str(error), finished=relay.finished)
@@ -200,3 +207,61 @@ def _reached(step: Progress) -> Reached:
         return None if trial is None else codec.trial_to_text(trial)
 
     return Reached(step.done, step.budget, text(step.best), text(step.last), step.elapsed_s, step.eta_s, step.resumed)
+
+
+# ------------------------------------------------------------------------------
+# A host of a fleet without a GPU, which compiles candidates for the GPUs of other hosts.
+
+
+class CompileAgent:
+    """Compile processes of one host, used by the measuring processes of other hosts.
+
+    Args:
+      options: the number of processes, and their timeouts.
+    """
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self._options = options
+        self._compilers = Compilers(count_of(options.workers))
+        self._limits: Limits | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Returns `host`, `versions`, and the `count` of processes."""
+        return {"host": socket.gethostname(), "versions": versions(), "count": self._compilers.count}
+
+    def begin(self, target: Target) -> None:
+        """Starts the processes, which compile for `target`."""
+        self._limits = Limits(self._options, chips.describe(target))
+        self._compilers.start()
+        self._compilers.aim(target)
+
+    def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
+        """Serves an encoded request; returns the encoded reply and the content of its files, by name.
+
+        `files` holds the files that the request names. May be called from any thread.
+        """
+        request = decode(message)
+        assert isinstance(request, Request)
+        assert self._limits is not None, "`begin` comes first"
+        write_files(files, self._compilers.directory)
+        reply = replied(functools.partial(self._answer, request, self._limits))
+        if not isinstance(reply, Answer) or reply.programs is None:
+            return encode(reply), {}
+        made = read_files(reply.programs, self._compilers.directory)
+        self._compilers.forget(reply.programs)
+        return encode(reply), made
+
+    def _answer(self, request: Request, limits: Limits) -> Answer:
+        operation = load(request.operation)
+        task = MeasureTask(
+            operation,
+            operation.problem.from_canonical(request.problem),
+            request.backend,
+            request.schedule,
+            request.repetitions,
+            request.l2,
+            raising=request.raising,
+            fingerprint=request.fingerprint,
+        )
+        found = self._compilers.compile(task, request.do, limits, request.programs)
+        return Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)

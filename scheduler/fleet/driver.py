@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from scheduler.core import codec
-from scheduler.core.errors import PlaceLost, SchedulerError
+from scheduler.core.errors import ExecutorLost, SchedulerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
-from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.core.records import Environment, Key, Record, Trial, key_of
 from scheduler.fleet.messages import Failed, Found, Message, Order, Reached, Tried, kernel_versions
 from scheduler.prediction.transfer import WORTH_A_TRIAL, near
-from scheduler.search.task import How, Task
-from scheduler.search.trials import Keeper, Keeping
+from scheduler.search.task import SearchOptions, Task
+from scheduler.search.trials import BestEffortWriter, TrialStore
 from search_spaces import locate
 
 if TYPE_CHECKING:
     from scheduler.store.studies import Described
 
 
-def order(task: Task, how: How, hardware: Hardware, environment: Environment, store: Keeper) -> Order:
+def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
     """Builds the order with which an agent on such a chip searches a problem as this process would.
 
     Raises:
@@ -58,7 +57,7 @@ def received(
     messages: Iterable[Message],
     key: Key,
     environment: Environment,
-    store: Keeper,
+    store: TrialStore,
     progress: Callable[[Progress], None],
     described: Callable[[Trial], Described] | None = None,
 ) -> Record:
@@ -71,7 +70,7 @@ def received(
       PlaceLost: the device was lost, or the messages ended before the search did.
       SchedulerError: the search ended without a record; the message gives the reason.
     """
-    with Keeping(store) as keeping:
+    with BestEffortWriter(store) as keeping:
         for message in messages:
             match message:
                 case Tried(text, refuted):
@@ -87,12 +86,12 @@ def received(
                 case Failed(reason, finished, device):
                     if finished:
                         keeping.write(lambda store: store.finish(key))
-                    raise (PlaceLost if device else SchedulerError)(reason)
-    raise PlaceLost("the search ended without a word")
+                    raise (ExecutorLost if device else SchedulerError)(reason)
+    raise ExecutorLost("the search ended without a word")
 
 
 def _keep(
-    key: Key, trial: Trial, environment: Environment, refuted: bool, described: Described | None, store: Keeper
+    key: Key, trial: Trial, environment: Environment, refuted: bool, described: Described | None, store: TrialStore
 ) -> None:
     if refuted:
         store.replace_trial(key, trial)
@@ -100,7 +99,7 @@ def _keep(
         store.add_trial(key, trial, environment, described)
 
 
-def _put(record: Record, store: Keeper) -> None:
+def _put(record: Record, store: TrialStore) -> None:
     store.put(record)
 
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tile_scheduler
-from scheduler.core.identity import Point
-from scheduler.core.records import L2
+from scheduler.core.records import L2, Point
 from scheduler.search.named_samplers import MODEL
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation

@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scheduler.core import hardware as chips
-from scheduler.core.errors import MissingPackage, PlaceLost, SchedulerError
+from scheduler.core.errors import ExecutorLost, MissingPackage, SchedulerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
-from scheduler.core.records import Environment, Record
-from scheduler.fleet.agent import Agent
-from scheduler.fleet.compile_agent import CompileAgent
+from scheduler.core.records import Environment, Record, key_of
+from scheduler.fleet.agent import Agent, CompileAgent
 from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import differences, versions
 from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search.describing import Describing
-from scheduler.search.task import How, Task
-from scheduler.search.trials import Keeper
+from scheduler.search.task import SearchOptions, Task
+from scheduler.search.trials import TrialStore
 from search_spaces.kernel import Target
 
 # How often an agent process is restarted. An agent that dies more often has a permanent fault.
@@ -102,7 +100,7 @@ class RayPlace:
                 self._know(said)
                 self._lost = False
 
-    def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
+    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
         try:
@@ -110,14 +108,14 @@ class RayPlace:
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
             described = Describing(task.operation, task.problem, self.hardware.target)
             return received(map(ray.get, stream), key, self._environment, store, progress, described)
-        except PlaceLost:
+        except ExecutorLost:
             self._lost = True
             raise
         except ray.exceptions.RayTaskError:
             raise  # a defect of this package, with its traceback
         except ray.exceptions.RayError as error:
             self._lost = True
-            raise PlaceLost(f"it was lost ({_reason(error)})") from error
+            raise ExecutorLost(f"it was lost ({_reason(error)})") from error
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the actor or the cluster may be gone

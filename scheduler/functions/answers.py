@@ -9,27 +9,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from scheduler.core import fingerprints, safe_text
+from scheduler.core import fingerprints, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
 from scheduler.core.plan import Planned
 from scheduler.core.progress import Progress
-from scheduler.core.records import Entry, Record
-from scheduler.functions.counted import Counted
+from scheduler.core.records import Entry, Record, key_of
+from scheduler.functions.equations import ProblemCount
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner
 from scheduler.prediction.predict import predict
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search import tuner
-from scheduler.store.layered import Cache
+from scheduler.store.cache import Cache
 from scheduler.store.store import Store
-from search_spaces.errors import DeclarationError
 from search_spaces.operation import Operation
+from search_spaces.space import DeclarationError
 
 logger = logging.getLogger("scheduler")
 # Remaining searches are skipped if together they could save less than this share of a call.
-WORTH = 0.005
+MIN_GAIN = 0.005
 # A kernel slower than the fastest library by at most this share, timed alone, may still be faster inside a function.
 # XLA may split a program there that it fuses when compiled alone (the gradient of SiLU-and-mul on an H200: 135 us
 # alone, 337 us within a training step), and the clock frequency follows power. The share is smaller than the slowdown
@@ -65,7 +64,7 @@ class Known:
       contender: The fastest kernel, if a library is the fastest and the kernel is within `NEAR` of it.
     """
 
-    row: Counted
+    row: ProblemCount
     best: Entry | None = None
     library: Entry | None = None
     reason: str = ""
@@ -111,7 +110,7 @@ class Known:
 
 
 def known(
-    rows: Sequence[Counted],
+    rows: Sequence[ProblemCount],
     hardware: Hardware,
     backends_of: Callable[[Operation[Any]], frozenset[str] | None],
     search: Search,
@@ -136,14 +135,14 @@ def known(
     left.sort(key=lambda each: -each[0])
     with _runner() as runner_for:
         # The model cannot predict interpreted kernels.
-        least_s = WORTH * step_s() if left and not hardware.abilities.interpreted else 0.0
+        least_s = MIN_GAIN * step_s() if left and not hardware.abilities.interpreted else 0.0
         until = time.perf_counter() + search.seconds
         while left:
             row, remaining_s = rows[left[0][1]], until - time.perf_counter()
             if remaining_s <= 0:
                 reason = "not tuned: the time for searches was over"
             elif sum(gain for gain, _ in left) < least_s:
-                reason = f"not tuned: all searches left would save less than {WORTH:.1%} of a call"
+                reason = f"not tuned: all searches left would save less than {MIN_GAIN:.1%} of a call"
             else:
                 found[left.pop(0)[1]] = _tuned(row, backends_of(row.operation), search, remaining_s, runner_for)
                 continue
@@ -152,7 +151,7 @@ def known(
     return [found[i] for i in range(len(rows))]
 
 
-def of_record(row: Counted, record: Record, backends: frozenset[str] | None) -> Known:
+def of_record(row: ProblemCount, record: Record, backends: frozenset[str] | None) -> Known:
     """Returns the fastest candidates of a record among these backends. None allows all."""
     best = record.winner if backends is None else record.best(backends)
     vendors = {kernel.backend for kernel in row.operation.kernels if kernel.vendor}
@@ -169,7 +168,9 @@ def of_record(row: Counted, record: Record, backends: frozenset[str] | None) -> 
     return Known(row, best, library)
 
 
-def _record(row: Counted, hardware: Hardware, backends: frozenset[str] | None, store: Store | Cache) -> Record | None:
+def _record(
+    row: ProblemCount, hardware: Hardware, backends: frozenset[str] | None, store: Store | Cache
+) -> Record | None:
     key = key_of(row.operation, row.problem, hardware)
     records: Iterator[Record | None]
     if isinstance(store, Cache):
@@ -184,7 +185,7 @@ def _record(row: Counted, hardware: Hardware, backends: frozenset[str] | None, s
     return None
 
 
-def _to_be_had_s(row: Counted, hardware: Hardware) -> float:
+def _to_be_had_s(row: ProblemCount, hardware: Hardware) -> float:
     """Returns an upper bound of the seconds saved per call: XLA's predicted time minus the roofline's."""
     return row.count * predict(row.operation, row.problem, hardware).library_s - row.least_s
 
@@ -207,7 +208,7 @@ def _runner() -> Iterator[Callable[[Operation[Any]], Runner]]:
 
 
 def _tuned(
-    row: Counted,
+    row: ProblemCount,
     backends: frozenset[str] | None,
     search: Search,
     seconds: float,
@@ -229,6 +230,6 @@ def _tuned(
         )
     except (SchedulerError, DeclarationError) as error:
         reason = str(error).partition("\n")[0]
-        safe_text.warn(f"{name} is not tuned: {reason} (XLA answers it)")
+        text.warn_safely(f"{name} is not tuned: {reason} (XLA answers it)")
         return Known(row, reason=f"not tuned: {reason}")
     return of_record(row, record, backends)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 from scheduler.core import frames
 from scheduler.core.frames import Call, asked_by
-from search_spaces import jaxprs
-from search_spaces.jaxprs import is_jaxpr, opened
+from scheduler.core.hardware import Hardware
+from scheduler.model.cost import CostModel
+from search_spaces import fingerprint
+from search_spaces.fingerprint import is_jaxpr, opened_jaxpr
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # Their jaxprs are kernel bodies.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -76,7 +82,7 @@ def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
     must not be jitted. Functions that it calls may be: their shardings are in the equation of the call.
     """
     closed = jax.jit(fn).trace(*arrays).jaxpr
-    jaxpr = whole = opened(closed)
+    jaxpr = whole = opened_jaxpr(closed)
     if jaxpr.outvars:
         jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
     if _has_backward(whole) and not _has_backward(jaxpr):
@@ -101,7 +107,7 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
     Counts inside a scan are multiplied by its length. Calls (`jit`, `jax.checkpoint`, custom derivatives, `shard_map`)
     run their jaxprs once. Inside a `shard_map`, shapes and counts are those of one device.
     """
-    body = Body(opened(jaxpr), count, manual, line)
+    body = Body(opened_jaxpr(jaxpr), count, manual, line)
     yield body
     for equation in body.jaxpr.eqns:
         if equation.primitive.name in ("while", "cond"):
@@ -112,7 +118,7 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
 
 def inside(equation: Any) -> Iterator[tuple[Any, int]]:
     """Yields the jaxprs that an equation runs, and how often each runs. Kernel bodies are left out."""
-    yield from ((opened(jaxpr), times) for jaxpr, times in held(equation))
+    yield from ((opened_jaxpr(jaxpr), times) for jaxpr, times in held(equation))
 
 
 def held(equation: Any) -> Iterator[tuple[Any, int]]:
@@ -178,4 +184,123 @@ def is_backward(equation: Any) -> bool:
 def _held(equation: Any) -> Iterator[Any]:
     if equation.primitive.name == "custom_linear_solve":  # the other jaxprs are for derivatives
         return iter((equation.params["jaxprs"].solve,))
-    return jaxprs.held(equation)
+    return fingerprint.held_jaxprs(equation)
+
+
+# ------------------------------------------------------------------------------
+# Counts the problems of a function, with the lines of the user's code that compute them.
+
+
+@dataclasses.dataclass(frozen=True)
+class ProblemCount:
+    """One problem of a function.
+
+    Attributes:
+      count: How often one call of the function runs it; inside a `shard_map`, how often on each device.
+      lines: Lines of the user's code that compute it, without duplicates.
+      least_s: Lower bound of the seconds for all runs together, by the chip's roofline.
+    """
+
+    operation: Operation[Any]
+    problem: Problem
+    count: int
+    lines: tuple[Call, ...]
+    least_s: float
+
+
+class ProblemCounter:
+    """Collects problems, with one row for each distinct problem."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._bound = CostModel(hardware).lower_bound
+        self._found: dict[tuple[Operation[Any], Problem], tuple[int, dict[Call, None]]] = {}
+
+    def add(self, operation: Operation[Any], problem: Problem, count: int, lines: Iterable[Call | None]) -> None:
+        """Adds a problem computed by equations of these lines together."""
+        before, known = self._found.get((operation, problem), (0, {}))
+        known |= {line: None for line in lines if line is not None}
+        self._found[operation, problem] = before + count, known
+
+    def rows(self) -> tuple[ProblemCount, ...]:
+        """Returns the problems, the most expensive first."""
+        rows = [
+            ProblemCount(operation, problem, count, tuple(sorted(lines, key=_in_order)), count * self._bound(problem))
+            for (operation, problem), (count, lines) in self._found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.least_s))
+
+
+def _in_order(line: Call) -> tuple[str, int]:
+    return line.file, line.line
+
+
+# ------------------------------------------------------------------------------
+# Finds the memory layouts of arrays around an equation, from the transposes before and after it.
+#
+# XLA folds a transpose into its own matmul, but copies the array for one of our kernels. A kernel that reads the array
+# as it was before the transpose needs no copy, because the two transposes cancel.
+
+# For each input and result, its axes in memory order. None is the default order.
+StoredLayout = tuple[tuple[int, ...] | None, ...]
+
+
+def layout_key(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """Returns the key by which JAX lowers equations once: the primitive, the types and the parameters."""
+    return primitive, tuple((x.shape, str(x.dtype)) for x in avals), tuple(sorted(params.items()))
+
+
+def layouts_around(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, StoredLayout]:
+    """Returns the most common layouts of each kind of equation, by `key`."""
+    votes: dict[Any, collections.Counter[StoredLayout]] = collections.defaultdict(collections.Counter)
+    for body in bodies(jaxpr):
+        if isinstance(body, Body):
+            for found, stored in _of_body(body.jaxpr, primitives):
+                votes[found][stored] += body.count
+    return {found: counted.most_common(1)[0][0] for found, counted in votes.items()}
+
+
+def _of_body(jaxpr: Any, primitives: Collection[Any]) -> Iterator[tuple[Any, StoredLayout]]:
+    made = {id(equation.outvars[0]): equation for equation in jaxpr.eqns if _is_transpose(equation)}
+    users: dict[int, list[Any]] = collections.defaultdict(list)
+    for equation in jaxpr.eqns:
+        for x in equation.invars:
+            users[id(x)].append(equation)
+    for x in jaxpr.outvars:
+        users[id(x)].append(None)
+    for equation in jaxpr.eqns:
+        if equation.primitive in primitives:
+            avals = [x.aval for x in equation.invars]
+            read = (_read(x, made) for x in equation.invars)
+            written = (_written(x, users) for x in equation.outvars)
+            yield layout_key(equation.primitive, avals, equation.params), (*read, *written)
+
+
+def _read(x: Any, made: Mapping[int, Any]) -> tuple[int, ...] | None:
+    """Returns the memory order of the axes of `x` in the array that transposes made it from."""
+    axes = list(range(x.aval.ndim))
+    while (transpose := made.get(id(x))) is not None:
+        permutation = transpose.params["permutation"]
+        axes, x = [permutation[axis] for axis in axes], transpose.invars[0]
+    return _unless_own(tuple(int(axis) for axis in np.argsort(axes)))
+
+
+def _written(x: Any, users: Mapping[int, Sequence[Any]]) -> tuple[int, ...] | None:
+    """Returns the memory order of the axes of `x` after the transposes of it, if these are its only users."""
+    axes = list(range(x.aval.ndim))
+    while (after := users.get(id(x), [])) and all(user is not None and _is_transpose(user) for user in after):
+        permutations = {user.params["permutation"] for user in after}
+        if len(permutations) > 1:
+            break
+        axes = [axes[axis] for axis in permutations.pop()]
+        if len(after) > 1:
+            break
+        (x,) = after[0].outvars
+    return _unless_own(tuple(axes))
+
+
+def _is_transpose(equation: Any) -> bool:
+    return bool(equation.primitive.name == "transpose")
+
+
+def _unless_own(order: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if order == tuple(range(len(order))) else order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +10,19 @@ from typing import Any
 
 import jax
 
+from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
-from scheduler.dispatch import planned
-from scheduler.functions import agreement, in_turns
-from scheduler.functions.in_turns import Seconds
+from scheduler.core.records import schedule_text
+from scheduler.dispatch import dispatch, planned
+from scheduler.dispatch.dispatch import ON_A_MESH, Options
+from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.functions import comparison, equations
+from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
+from search_spaces import OPERATIONS, load, lowering_compat
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 Run = functools.partial[Any]  # a compiled function with its arrays
 # Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
@@ -24,7 +32,7 @@ ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
 
 
-class Whole:
+class CompiledFunction:
     """A function and its arguments, compiled under one plan after another.
 
     Arrays are inputs; all other arguments are compile-time constants. Modules and other state that the function updates
@@ -54,7 +62,7 @@ class Whole:
     def time(self, runs: Mapping[Any, Run], *, at_least_rounds: int = FEWEST_ROUNDS) -> dict[Any, Seconds]:
         """Times the runs in interleaved rounds on the devices of the arguments, in seconds."""
         seconds = SECONDS_OF_VARIANT * len(runs)
-        return in_turns.compare(runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices)
+        return comparison.time_interleaved(runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices)
 
 
 def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> list[tuple[int, ...]]:
@@ -72,7 +80,7 @@ def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> li
 
 
 @dataclasses.dataclass(frozen=True)
-class Ablated:
+class AblationResult:
     """The relative slowdown of the whole function without a group of kernels, with its confidence interval.
 
     Attributes:
@@ -96,13 +104,13 @@ class Ablated:
 
 
 def ablate(
-    whole: Whole,
+    whole: CompiledFunction,
     everything: Run,
     xla: Run,
     of: Sequence[tuple[int, ...]],
     without: Callable[[tuple[int, ...]], Plan],
     added: Mapping[int, Run],
-) -> list[Ablated]:
+) -> list[AblationResult]:
     """Measures each group by leave-one-out: all kernels, against all kernels except that group, which XLA computes.
 
     Args:
@@ -115,8 +123,8 @@ def ablate(
         {"": everything} | {f"-{i}": run for i, run in enumerate(others)} | {f"+{i}": run for i, run in added.items()}
     )
     times = whole.time(runs, at_least_rounds=ROUNDS)
-    found = [Ablated(group, in_turns.margin(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
-    return found + [Ablated((i,), in_turns.margin(times[f"+{i}"], times[""]), added=True) for i in added]
+    found = [AblationResult(group, comparison.margin_of(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
+    return found + [AblationResult((i,), comparison.margin_of(times[f"+{i}"], times[""]), added=True) for i in added]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +139,17 @@ class Reference:
     expected: Any
     rounding: float
 
-    def disagreement(self, actual: Any, whole: Whole) -> str | None:
+    def disagreement(self, actual: Any, whole: CompiledFunction) -> str | None:
         """Describes where `actual` differs from the reference by more than rounding; None if it does not."""
 
         def sensitivity() -> Any:
-            arrays = (agreement.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
+            arrays = (comparison.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
             return self.run.func(*arrays)
 
-        return agreement.disagreement(self.expected, actual, self.rounding, sensitivity)
+        return comparison.disagreement(self.expected, actual, self.rounding, sensitivity)
 
 
-def failure(whole: Whole, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
+def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
     """Returns the function under `plan`, or None and the reason: it fails to run, or its results disagree."""
     try:
         run = whole.under(plan)
@@ -151,3 +159,99 @@ def failure(whole: Whole, plan: Plan, reference: Reference) -> tuple[Run | None,
         return None, f"{type(error).__name__}: {said}"
     wrong = reference.disagreement(actual, whole)
     return (run, "") if wrong is None else (None, wrong)
+
+
+# ------------------------------------------------------------------------------
+# Lowers a function with selected kernels in place of its equations, and lists the replacements.
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A kernel that replaces equations of the same kind.
+
+    Attributes:
+      reason: Why this schedule was selected.
+    """
+
+    operation: str
+    problem: Problem
+    backend: str
+    schedule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A lowered function.
+
+    Attributes:
+      lowered: The `jax.stages.Lowered`.
+      replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
+      left: Why equations are left to XLA -> number of kinds of such equations.
+    """
+
+    lowered: Any
+    replaced: tuple[Replaced, ...]
+    left: Mapping[str, int]
+
+
+@functools.cache
+def selected_backends() -> Mapping[Any, Operation[Any]]:
+    """Returns the JAX primitives that operations can replace, with their operations."""
+    operations = [load(name) for name in OPERATIONS]
+    return {primitive: operation for operation in operations for primitive in operation.equations}
+
+
+def lower_with_kernels(
+    traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None
+) -> Lowered:
+    """Lowers the result of a `jax.jit` trace, replacing equations for which a kernel is selected.
+
+    If XLA or a vendor's library is selected, JAX's own equation is kept unchanged, so that XLA fuses it as usual.
+
+    Args:
+      options: Operation name -> options for selecting its kernel.
+      platforms: Platforms to lower for. None uses the platform of the arguments.
+
+    Raises:
+      CacheMiss: There is no record and the policy is "error".
+    """
+    around = equations.layouts_around(traced.jaxpr, selected_backends().keys())
+    replaced: dict[Replaced, None] = {}
+    left: collections.Counter[str] = collections.Counter()
+
+    def answer(
+        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
+    ) -> Any:
+        operation = selected_backends()[primitive]
+        stored = around.get(equations.layout_key(primitive, avals, params))
+        posed = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
+        if isinstance(posed, str) or partitioned:
+            left[posed if isinstance(posed, str) else ON_A_MESH] += 1
+            return None
+        problem = posed.problem
+        try:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+        except NoCandidate as error:
+            left[str(error)] += 1
+            return None
+        if found.kernel.library or found.kernel.vendor:
+            left[f"{found.kernel.backend} answers {operation.name} {problem}: {found.reason}"] += 1
+            return None
+        words = schedule_text(dataclasses.asdict(found.schedule))
+        replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            operands = posed.operands(*args)
+            return posed.restore(
+                *found.kernel.results(problem, found.schedule, found.target, *operands, **posed.params)
+            )
+
+        return run
+
+    answers = {primitive: functools.partial(answer, primitive) for primitive in selected_backends()}
+    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
+    return Lowered(lowered, tuple(replaced), dict(left))

@@ -16,19 +16,18 @@ from typing import Any, Literal
 
 import jax
 
-from scheduler.core import checked
-from scheduler.core.backends import backends_of_each
+from scheduler.core import arguments
+from scheduler.core.arguments import backends_of_each
 from scheduler.core.errors import SchedulerError
 from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import in_turns, pure, replacing
-from scheduler.functions.arguments import Arguments
+from scheduler.functions import comparison, in_context, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
-from scheduler.functions.outputs import Outputs
-from scheduler.functions.trial import Decided, Trial
-from search_spaces import debugging_compat, lowering_compat
+from scheduler.functions.pure import Outputs
+from scheduler.functions.trial import Arguments, Decided, Trial
+from search_spaces import lowering_compat
 from search_spaces.space import unknown
 
 Keep = Literal["faster", "tuned"]
@@ -57,7 +56,7 @@ def optimize(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     keep: Keep = "faster",
-    seconds: float = in_turns.SECONDS,
+    seconds: float = comparison.INTERLEAVED_S,
     **jit_options: Any,
 ) -> Optimized:
     """Returns `fn` jitted, with tuned kernels in place of its matmuls and attention where the whole function is faster.
@@ -107,8 +106,8 @@ def optimize(
             f"optimize wants a function that is plain or jitted by jax.jit, flax.nnx.jit or equinox.filter_jit; this "
             f"one is a {type(fn).__qualname__} of {type(fn).__module__}: optimize the function inside"
         )
-    checked.one_of("keep", keep, KEEP)
-    checked.number("seconds", seconds)
+    arguments.checked_choice("keep", keep, KEEP)
+    arguments.checked_number("seconds", seconds)
     return Optimized(fn, on_miss, backends, keep, seconds, jit_options)
 
 
@@ -142,7 +141,7 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(replacing.answering().values())
+        self._operations = tuple(in_context.selected_backends().values())
         self._named = backends_of_each(self._operations, backends)
         self._asked()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
@@ -200,7 +199,7 @@ class Optimized:
         """Adds the function's name to an error of `jax.debug_nans` or `jax.debug_infs`."""
         try:
             yield
-        except debugging_compat.InternalFloatingPointError as error:
+        except lowering_compat.InternalFloatingPointError as error:
             raise FloatingPointError(
                 f"a result of the tuned version of {self.__name__} holds an invalid value {error.args}: call the plain "
                 "function, of which JAX says which operation makes it"

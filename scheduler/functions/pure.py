@@ -18,10 +18,209 @@ from typing import Any
 import jax
 
 from scheduler.core.errors import SchedulerError
-from scheduler.functions import equinox_modules, flax_modules
-from scheduler.functions.call_tree import NONE, NUMBERS, Call, Names, is_array, jit_options, opened, static_key
-from scheduler.functions.outputs import Outputs, Packing, Rest, changed, containers, snapshots, value_of_spec
+from scheduler.functions import module_libraries
+from scheduler.functions.call_tree import (
+    ARRAYS,
+    NONE,
+    NUMBERS,
+    Call,
+    Instance,
+    Names,
+    is_array,
+    jit_options,
+    opened,
+    static_key,
+)
 from search_spaces import lowering_compat
+
+# ------------------------------------------------------------------------------
+# The outputs of a pure function: arrays, and how to rebuild the result and the updates in place from them.
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outputs:
+    """The outputs of a pure function.
+
+    Attributes:
+      arrays: Arrays of the result and of the updated state.
+      names: The name of each array, for messages.
+      rest: How `PureCall.finish` assembles the arrays.
+    """
+
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...]
+    rest: Rest
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(_Name(n), x) for n, x in zip(self.names, self.arrays, strict=True)], (self.names, self.rest)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, arrays: Sequence[Any]) -> Outputs:
+        return cls(tuple(arrays), *aux)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rest:
+    """How outputs are assembled into a result and updates.
+
+    Attributes:
+      graphs, node_leaves: Graphs and leaves of the flax.nnx nodes: the input nodes, then the new ones.
+      changes: Index of a container among the arguments -> its new contents.
+    """
+
+    result: Packed
+    graphs: tuple[Any, ...]
+    node_leaves: tuple[tuple[Any, ...], ...]
+    changes: Mapping[int, Change]
+
+
+# A leaf: ("output", n), ("input", n), ("node", n) or ("static", value).
+_Spec = tuple[str, Any]
+
+
+def value_of_spec(spec: _Spec, available: tuple[Sequence[Any], Sequence[Any]], nodes: Sequence[Any]) -> Any:
+    kind, x = spec
+    outputs, inputs = available
+    if kind == "static":
+        return x
+    return (outputs if kind == "output" else inputs if kind == "input" else nodes)[x]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """A pytree with its arrays replaced by references."""
+
+    tree: Any
+    leaves: tuple[_Spec, ...]
+
+    def restored(self, available: tuple[Sequence[Any], Sequence[Any]], nodes: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.tree, [value_of_spec(spec, available, nodes) for spec in self.leaves])
+
+
+class Packing:
+    """Collects the outputs of a trace.
+
+    Attributes:
+      nodes: The flax.nnx nodes: the input nodes, then the new ones.
+    """
+
+    def __init__(self, inputs: Sequence[Any], nodes: Sequence[Any], kept: set[int] | None = None) -> None:
+        self.outputs: list[Any] = []
+        self.names: list[str] = []
+        self.nodes = list(nodes)
+        # Inputs that are returned unchanged need no output. A donated input does, since its buffer is gone after the
+        # call.
+        self._inputs = {
+            id(x): i for i, x in enumerate(inputs) if isinstance(x, jax.core.Tracer) and id(x) in (kept or ())
+        }
+
+    def pack(self, tree: Any, name: str) -> Packed:
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=module_libraries.is_flax_node)
+        return Packed(treedef, tuple(self.leaf(x, name + jax.tree_util.keystr(path)) for path, x in leaves))
+
+    def leaf(self, x: Any, name: str) -> _Spec:
+        if module_libraries.is_flax_node(x):
+            known = next((i for i, node in enumerate(self.nodes) if node is x), None)
+            if known is None:
+                known = len(self.nodes)
+                self.nodes.append(x)
+            return "node", known
+        if not is_array(x):
+            return "static", x
+        if id(x) in self._inputs:
+            return "input", self._inputs[id(x)]
+        self.outputs.append(x)
+        self.names.append(name)
+        return "output", len(self.outputs) - 1
+
+
+# Containers that a function may change in place: dicts, lists, and objects with attributes.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """The contents of a container after a call: for each key, an old key with the same value, or a new value."""
+
+    entries: Mapping[Any, Packed | _Old]
+
+    def write(self, container: Any, restored: Callable[[Packed], Any]) -> None:
+        old = _contents(container)
+        new = {key: restored(x) if isinstance(x, Packed) else old[x.key] for key, x in self.entries.items()}
+        if isinstance(container, list):
+            container[:] = new.values()
+        elif isinstance(container, dict):
+            for key in old.keys() - new.keys():
+                del container[key]
+            container.update(new)
+        else:
+            target = _target(container)
+            for name in old.keys() - new.keys():
+                delattr(target, name)
+            for name, x in new.items():
+                if name not in old or old[name] is not x:
+                    setattr(target, name, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    key: Any
+
+
+def snapshots(tree: Any) -> list[tuple[Any, Mapping[Any, Any]]]:
+    return [(x, _contents(x)) for x in containers(tree)]
+
+
+def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -> Iterator[Change | None]:
+    """Yields the new contents of each container; None if it is unchanged."""
+    for container, old in before:
+        new = _contents(container)
+        if old.keys() == new.keys() and all(old[key] is x for key, x in new.items()):
+            yield None
+            continue
+        moved = {id(x): key for key, x in old.items() if isinstance(x, jax.Array) or not jax.tree_util.all_leaves([x])}
+
+        def entry(key: Any, x: Any, old: Any = old, moved: Any = moved) -> Packed | _Old:
+            if key in old and old[key] is x:
+                return _Old(key)
+            return _Old(moved[id(x)]) if id(x) in moved else packing.pack(x, f" (updated {key!r})")
+
+        yield Change({key: entry(key, x) for key, x in new.items()})
+
+
+def containers(x: Any) -> Iterator[Any]:
+    """Yields the containers within a pytree, including itself, in the order in which JAX flattens it."""
+    if module_libraries.is_flax_node(x) or isinstance(x, ARRAYS):
+        return
+    if isinstance(x, dict | list | Instance) or _has_mutable_attributes(x):
+        yield x
+    inside = x.attributes if isinstance(x, Instance) else x
+    for y in jax.tree.leaves(inside, is_leaf=lambda y: y is not inside):
+        if y is not inside:
+            yield from containers(y)
+
+
+def _has_mutable_attributes(x: Any) -> bool:
+    parameters = getattr(type(x), "__dataclass_params__", None)
+    return parameters is not None and not parameters.frozen and not jax.tree_util.all_leaves([x])
+
+
+def _contents(container: Any) -> dict[Any, Any]:
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return dict(container if isinstance(container, dict) else vars(_target(container)))
+
+
+def _target(container: Any) -> Any:
+    return container.target if isinstance(container, Instance) else container
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +240,7 @@ class PureCall:
     donated: tuple[bool, ...]
     _call: Call
     _program: _Program
-    _split: flax_modules.Split
+    _split: module_libraries.FlaxSplit
 
     @functools.cached_property
     def static(self) -> Hashable:
@@ -57,14 +256,14 @@ class PureCall:
 
     def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context for compiling and first running `function`. It warns as the library's jit does."""
-        return equinox_modules.donating_as(self._call.fn)
+        return module_libraries.donating_as_equinox(self._call.fn)
 
     def finish(self, outputs: Outputs) -> Any:
         """Writes the updates into the modules and containers of this call, and returns the result of `fn`."""
         rest = outputs.rest
         available = (outputs.arrays, self.arrays)
         leaves = [[value_of_spec(spec, available, ()) for spec in node] for node in rest.node_leaves]
-        nodes = flax_modules.update(self._split, rest.graphs, leaves) if rest.graphs else []
+        nodes = module_libraries.update_flax(self._split, rest.graphs, leaves) if rest.graphs else []
         if rest.changes:
             given = list(containers(self._call))
             if any(sum(given[i] is other for other in given) > 1 for i in rest.changes):
@@ -98,13 +297,15 @@ def pure_call(
     """
     call = opened(fn, tuple(args), dict(kwargs))
     jitted = jit_options(call)
-    call = dataclasses.replace(call.with_static(jitted.static, static), fn=flax_modules.unwrapped(call.fn))
-    leaves, tree = jax.tree.flatten(call, is_leaf=flax_modules.is_node)
+    call = dataclasses.replace(call.with_static(jitted.static, static), fn=module_libraries.unwrapped_flax(call.fn))
+    leaves, tree = jax.tree.flatten(call, is_leaf=module_libraries.is_flax_node)
     traced = call.numbers(len(leaves)) if trace_numbers and not jitted.numbers_are_static else frozenset[int]()
     donates = call.leaves_of(jitted.donated, donated) if any(map(any, (jitted.donated, donated))) else frozenset[int]()
 
-    nodes = tuple(i for i, leaf in enumerate(leaves) if flax_modules.is_node(leaf))
-    split = flax_modules.split([leaves[i] for i in nodes]) if nodes else flax_modules.Split((), (), None)
+    nodes = tuple(i for i, leaf in enumerate(leaves) if module_libraries.is_flax_node(leaf))
+    split = (
+        module_libraries.split_flax([leaves[i] for i in nodes]) if nodes else module_libraries.FlaxSplit((), (), None)
+    )
     of_node = dict(zip(nodes, split.leaves, strict=True))
     places, arrays = list[tuple[int, int]](), list[Any]()
     constants = dict[tuple[int, int], Any]()
@@ -126,8 +327,8 @@ def holds_arrays_or_state(fn: Callable[..., Any]) -> bool:
     if lowering_compat.is_jitted(fn):
         return False
     call = opened(fn, (), {})
-    held = jax.tree.leaves(call, is_leaf=flax_modules.is_node)
-    return any(isinstance(x, jax.Array) or flax_modules.is_node(x) for x in held)
+    held = jax.tree.leaves(call, is_leaf=module_libraries.is_flax_node)
+    return any(isinstance(x, jax.Array) or module_libraries.is_flax_node(x) for x in held)
 
 
 def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +342,8 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
         if any(change for change in changed(before, Packing((), ()))):
             raise Impure
         if not all(
-            is_array(x) or isinstance(x, NUMBERS) for x in jax.tree.leaves(result, is_leaf=flax_modules.is_node)
+            is_array(x) or isinstance(x, NUMBERS)
+            for x in jax.tree.leaves(result, is_leaf=module_libraries.is_flax_node)
         ):
             raise Impure
         return result
@@ -154,7 +356,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if flax_modules.is_loaded() and flax_modules.is_of_another_trace(error):
+        if module_libraries.is_flax_loaded() and module_libraries.is_of_another_flax_trace(error):
             raise SchedulerError(
                 "the function changes a module that it neither takes as an argument nor holds itself, in its closure, "
                 "its globals or its object, so that the change cannot be carried out of a trace: give it the module "
@@ -194,9 +396,9 @@ class _Program:
     def run(self, *arrays: Any) -> Outputs:
         at = {**self.constants, **dict(zip(self.places, arrays, strict=True))}
         nodes, merged = list[Any](), None
-        if flax_modules.is_loaded():
+        if module_libraries.is_flax_loaded():
             own = [[at[i, j] for j in range(size)] for i, size in self.sizes.items()]
-            nodes, merged = flax_modules.merge(self.graphs, own)
+            nodes, merged = module_libraries.merge_flax(self.graphs, own)
         node_of = dict(zip(self.sizes, nodes, strict=True))
         leaves = [node_of[i] if i in node_of else at[i, 0] for i in range(self.leaves)]
         opened = jax.tree.unflatten(self.tree, leaves)
@@ -215,7 +417,7 @@ class _Program:
         changes = {i: change for i, change in enumerate(changed(before, packing)) if change}
         graphs, node_leaves = tuple[Any, ...](), list[tuple[Any, ...]]()
         if packing.nodes:
-            again = flax_modules.split_again(packing.nodes, merged)
+            again = module_libraries.split_flax_again(packing.nodes, merged)
             graphs = again.graphs
             node_leaves = [tuple(packing.leaf(x, " (updated state)") for x in own) for own in again.leaves]
         rest = Rest(packed, graphs, tuple(node_leaves), changes)

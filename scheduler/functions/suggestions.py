@@ -11,14 +11,12 @@ from scheduler.core.frames import Call
 from scheduler.core.hardware import CPU, Hardware
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
-from scheduler.functions import layouts
-from scheduler.functions.counted import Counted, Tally
-from scheduler.functions.equations import inside, is_backward, line_of
+from scheduler.functions import equations
+from scheduler.functions.equations import ProblemCount, ProblemCounter, inside, is_backward, line_of
 from scheduler.prediction.between import answer
-from search_spaces import OPERATIONS, jax_compat, load
-from search_spaces.operation import Operation, Posed
-from search_spaces.recognise import graph
-from search_spaces.recognise.pattern import Recognised
+from search_spaces import OPERATIONS, jax_compat, load, recognise
+from search_spaces.operation import MatchedEquation, Operation
+from search_spaces.recognise import Recognised
 
 # Smaller expected gains are not reported.
 WORTH_TELLING = 1.01
@@ -34,7 +32,7 @@ class Suggestion:
       gain: XLA's time over the tuned call's time, by a record or the model; None if no gain is expected.
     """
 
-    row: Counted
+    row: ProblemCount
     call: str
     gain: float | None
 
@@ -43,7 +41,7 @@ class Suggestion:
 class _Scope:
     """Equations that all run equally often, and the patterns recognised in them."""
 
-    nodes: list[graph.Node]
+    nodes: list[recognise.Node]
     count: int
     backward: bool
     patterns: list[tuple[Operation[Any], Recognised]]
@@ -55,7 +53,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
     If one pattern is part of another, only the larger one is listed. It includes the computations of its backward pass.
     """
     operations = [load(name) for name in OPERATIONS]
-    scopes, tally = list(_scopes(operations, jaxpr, {}, 1, False)), Tally(chip)
+    scopes, tally = list(_scopes(operations, jaxpr, {}, 1, False)), ProblemCounter(chip)
     covered = {
         line
         for scope in scopes
@@ -63,7 +61,9 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
         for line in _lines(pattern)
         if len(pattern.shown) > 1 and not scope.backward
     }
-    stored = layouts.around(jaxpr, {primitive for operation in operations for primitive in operation.equations})
+    stored = equations.layouts_around(
+        jaxpr, {primitive for operation in operations for primitive in operation.equations}
+    )
     for scope in scopes:
         replaced = set[int]()
         for operation, pattern in scope.patterns:
@@ -77,7 +77,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
             if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # only its own record can show a gain over cuDNN
                 continue
             for operation in operations:
-                if isinstance(posed := _posed(operation, node.equation, stored), Posed):
+                if isinstance(posed := _posed(operation, node.equation, stored), MatchedEquation):
                     tally.add(operation, posed.problem, scope.count, [line_of(node.equation)])
     calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
     calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
@@ -85,14 +85,14 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
 
 
 def _scopes(
-    operations: Sequence[Operation[Any]], jaxpr: Any, known: Mapping[Any, graph.Value], count: int, backward: bool
+    operations: Sequence[Operation[Any]], jaxpr: Any, known: Mapping[Any, recognise.Value], count: int, backward: bool
 ) -> Iterator[_Scope]:
-    nodes = graph.nodes(jaxpr, known)
+    nodes = recognise.nodes(jaxpr, known)
     yield _Scope(nodes, count, backward, _patterns(operations, nodes))
     for node in nodes:
         within = backward or is_backward(node.equation)
         for held, times in inside(node.equation):
-            yield from _scopes(operations, held, graph.arguments(node, held), count * times, within)
+            yield from _scopes(operations, held, recognise.arguments(node, held), count * times, within)
 
 
 def _lines(pattern: Recognised) -> set[Call | None]:
@@ -100,7 +100,7 @@ def _lines(pattern: Recognised) -> set[Call | None]:
 
 
 def _patterns(
-    operations: Sequence[Operation[Any]], nodes: Sequence[graph.Node]
+    operations: Sequence[Operation[Any]], nodes: Sequence[recognise.Node]
 ) -> list[tuple[Operation[Any], Recognised]]:
     found = [
         (operation, pattern)
@@ -118,14 +118,16 @@ def _patterns(
     return kept
 
 
-def _posed(operation: Operation[Any], equation: Any, stored: Mapping[Any, layouts.Stored]) -> Any:
+def _posed(operation: Operation[Any], equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> Any:
     if (posed := operation.equations.get(equation.primitive)) is None:
         return None
     avals = [x.aval for x in equation.invars]
-    return posed(*avals, stored=stored[layouts.key(equation.primitive, avals, equation.params)], **equation.params)
+    return posed(
+        *avals, stored=stored[equations.layout_key(equation.primitive, avals, equation.params)], **equation.params
+    )
 
 
-def _gain(row: Counted, chip: Hardware) -> float | None:
+def _gain(row: ProblemCount, chip: Hardware) -> float | None:
     if chip.platform == CPU.platform:
         return None
     try:

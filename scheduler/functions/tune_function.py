@@ -10,29 +10,29 @@ from typing import Any
 
 import jax
 
-from scheduler.core import checked
+from scheduler.core import arguments
 from scheduler.core import hardware as chips
-from scheduler.core.backends import named_backends
+from scheduler.core.arguments import named_backends
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import interruptible
 from scheduler.core.plan import Figure, Plan, Variant
 from scheduler.core.progress import Progress
 from scheduler.dispatch import calls, dispatch
-from scheduler.functions import agreement, in_turns
-from scheduler.functions.answers import WORTH, Known, Search, known
-from scheduler.functions.counted import Counted
+from scheduler.functions import comparison
+from scheduler.functions.answers import MIN_GAIN, Known, Search, known
+from scheduler.functions.comparison import Seconds
+from scheduler.functions.equations import ProblemCount
 from scheduler.functions.in_context import (
     MOST_ADDED,
-    Ablated,
+    AblationResult,
+    CompiledFunction,
     Reference,
     Run,
-    Whole,
     ablate,
     failure,
     groups,
 )
-from scheduler.functions.in_turns import Seconds
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
@@ -86,7 +86,7 @@ def tune_function(
         called under a trace or in a job of several processes.
     """
     _require(args, minutes, budget, store)
-    whole = Whole(fn, args)
+    whole = CompiledFunction(fn, args)
     found = problems(whole.call, *whole.arrays)
     if not found.tuned:
         raise SchedulerError(f"{_name(fn)} makes no tuned call, and so there is nothing to plan. {found!r}")
@@ -105,8 +105,8 @@ def _require(args: Sequence[Any], minutes: float, budget: int, store: Any) -> No
         )
     if calls.target.value:
         raise SchedulerError(f"a plan is made by measuring: leave scheduler.target({calls.target.value!r})")
-    checked.number("minutes", minutes)
-    checked.whole("budget", budget)
+    arguments.checked_number("minutes", minutes)
+    arguments.checked_integer("budget", budget)
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     for leaf in jax.tree.leaves(args):
@@ -125,7 +125,7 @@ def _name(fn: Callable[..., Any]) -> str:
 class _Tuning:
     """The state of `tune_function` for one function."""
 
-    def __init__(self, name: str, whole: Whole, rows: Sequence[Counted], chip: Hardware) -> None:
+    def __init__(self, name: str, whole: CompiledFunction, rows: Sequence[ProblemCount], chip: Hardware) -> None:
         self.name, self.whole, self.rows, self.chip = name, whole, rows, chip
         self.known: list[Known] = [Known(row) for row in rows]
         self.reasons: dict[int, str] = {}
@@ -142,7 +142,7 @@ class _Tuning:
         dispatch.reload()  # so that other calls use the new records
         self.reasons = {i: each.reason for i, each in enumerate(self.known) if each.best is None}
         xla = self.whole.under(self.plan(()))
-        rounding = agreement.rounding(row.problem for row in self.rows)
+        rounding = comparison.rounding(row.problem for row in self.rows)
         reference = Reference(xla, jax.block_until_ready(xla()), rounding)
         candidates = [i for i in range(len(self.known)) if i not in self.reasons]
         candidates, everything = self._that_run(candidates, reference)
@@ -193,7 +193,7 @@ class _Tuning:
 
     def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
         """Returns the function with all candidates plus one tied kernel, for the tied problems that take longest."""
-        tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= WORTH * step_s]
+        tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= MIN_GAIN * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
         runs = {}
         for i in tied[:MOST_ADDED]:
@@ -206,9 +206,9 @@ class _Tuning:
 
     def _that_help(
         self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
-    ) -> tuple[list[int], dict[int, Ablated]]:
+    ) -> tuple[list[int], dict[int, AblationResult]]:
         """Returns the candidates that speed up the function, and the comparison of each."""
-        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, WORTH) if candidates else []
+        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, MIN_GAIN) if candidates else []
         ablated = ablate(
             self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group]), added
         )
@@ -221,7 +221,7 @@ class _Tuning:
         kept: list[int],
         reference: Reference,
         runs: dict[Variant, Run],
-        ablated: Mapping[int, Ablated],
+        ablated: Mapping[int, AblationResult],
     ) -> Plan:
         """Returns the fastest plan: the kept kernels or all candidates; XLA alone if neither is faster at 99 %
         confidence.
@@ -240,9 +240,9 @@ class _Tuning:
             return self._without(runs["xla"], "XLA answers everything: nothing else makes the function faster")
         times = self.whole.time(runs)
         best: Variant = min((v for v in runs if v != "xla"), key=lambda v: times[v].median_s)
-        if "plan" in runs and best == "all" and not in_turns.faster(times["all"], times["plan"]):
+        if "plan" in runs and best == "all" and not comparison.is_faster(times["all"], times["plan"]):
             best = "plan"
-        margin = in_turns.margin(times[best], times["xla"])
+        margin = comparison.margin_of(times[best], times["xla"])
         between = f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})"
         if not margin.low > 0:
             for i in kept:

@@ -10,26 +10,112 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import tile_scheduler
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
-from scheduler.core.hardware import GIB, Hardware
-from scheduler.dispatch import missed
+from scheduler.core.hardware import GIB, TABLE, Hardware
+from scheduler.core.records import Keyed, preferred
+from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
-from scheduler.inspect.coverage import coverage
-from scheduler.inspect.example import EXTENT, example
-from scheduler.inspect.provenance import stale_version
+from scheduler.inspect.case import EXTENT, example, stale_version
 from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu
 from scheduler.store.database import CACHE_VARIABLE
-from scheduler.store.rows import Head
+from scheduler.store.queries import Head
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
-from search_spaces.jax_compat import PYTHON_OF_JAX, cuda_wanted
+from search_spaces.jax_compat import NEEDS_JAX, PYTHON_OF_JAX, cuda_wanted
 from search_spaces.operation import Operation
+
+# ------------------------------------------------------------------------------
+# Lists the support for each known chip: Pallas kernels, measured or estimated records, or XLA only.
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """The support for one chip.
+
+    Attributes:
+      kernels: Backend -> the operations that have a Pallas kernel of it for this chip.
+      verified: Backends that are used on this chip without a record.
+      measured, estimated: Number of problems with a measured or an estimated record.
+      compiled: Whether the chip's compiler runs on hosts without the chip and estimates times (with the extra `tpu`).
+      outdated: Why kernels for this chip need a newer JAX than the installed one.
+    """
+
+    hardware: Hardware
+    kernels: Mapping[str, tuple[str, ...]]
+    verified: frozenset[str]
+    measured: int
+    estimated: int
+    compiled: bool
+    outdated: tuple[str, ...] = ()
+
+    @property
+    def kernels_text(self) -> str:
+        """The backends, and the number of operations of each."""
+        return ", ".join(f"`{name}` ({len(of)} operation{'s' * (len(of) > 1)})" for name, of in self.kernels.items())
+
+    @property
+    def records_text(self) -> str:
+        """The number of records of each kind; "" if there are none."""
+        counts = {"measured": self.measured, "estimated": self.estimated}
+        return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+
+    @property
+    def unasked_text(self) -> str:
+        """The fallback for a call without a record."""
+        if not self.kernels:
+            return "XLA"
+        return "the model's choice" if self.verified else "XLA"
+
+    def __str__(self) -> str:
+        if not self.kernels:
+            return "; ".join(["XLA alone", *([self.records_text] if self.records_text else []), *self.outdated])
+        return f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.unasked_text} answers"
+
+
+def coverage(records: Iterable[Keyed]) -> list[Coverage]:
+    """Returns one row for each chip of the table. Several records of the same problem count once.
+
+    Kernels are those of the package's own operations, checked with one typical problem per operation.
+    """
+    counts: collections.Counter[tuple[str, bool]] = collections.Counter(
+        (record.key.hardware, record.estimated) for record in preferred(records).values()
+    )
+    found = []
+    for hardware in TABLE:
+        kernels: dict[str, list[str]] = {}
+        verified: set[str] = set()
+        outdated: dict[str, None] = {}
+        for name in OPERATIONS:
+            operation = load(name)
+            problem = example(operation, EXTENT)
+            for kernel in operation.kernels if problem is not None else ():
+                if kernel.library or kernel.vendor:
+                    continue
+                reason = kernel.supports(problem, hardware.target)
+                if reason is not None and reason.startswith(NEEDS_JAX):
+                    outdated[f"a kernel {reason}"] = None
+                if reason is None:
+                    kernels.setdefault(kernel.backend, []).append(name)
+                    verified |= {kernel.backend} if hardware.architecture in kernel.verified_on else set()
+        found.append(
+            Coverage(
+                hardware,
+                {backend: tuple(names) for backend, names in kernels.items()},
+                frozenset(verified),
+                counts[hardware.id, False],
+                counts[hardware.id, True],
+                bool(hardware.topology) and hardware.static_cycles,
+                tuple(outdated),
+            )
+        )
+    return found
+
 
 State = Literal["ok", "note", "warning", "broken"]
 
@@ -184,16 +270,18 @@ def _on_miss() -> Iterator[Finding]:
 def _misses() -> Iterator[Finding]:
     """Reports whether cache misses are recorded, and how many there are."""
     try:
-        noted = missed.noted()
+        noted = stored.noted_misses()
     except ValueError as error:
         yield Finding("misses", "broken", f"{error}; every call that no record answers fails")
         return
     if not noted:
-        yield Finding("misses", "ok", f"they are not noted: {missed.ENVIRONMENT} says so")
+        yield Finding("misses", "ok", f"they are not noted: {stored.MISSES_ENVIRONMENT} says so")
         return
     with contextlib.suppress(StoreError):  # already reported by `_caches`
         count = len(Store(default_url()).misses.all())
-        yield Finding("misses", "ok", f"{count} noted (tile-scheduler misses); {missed.ENVIRONMENT}=off notes none")
+        yield Finding(
+            "misses", "ok", f"{count} noted (tile-scheduler misses); {stored.MISSES_ENVIRONMENT}=off notes none"
+        )
 
 
 def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Fields, Point, fields_of
-from scheduler.core.quantities import share_text
-from scheduler.core.records import Schedule, Trial
-from scheduler.measure.blame import blamed
-from scheduler.measure.lowered import asked_onchip_bytes, lower
+from scheduler.core.records import Fields, Point, Schedule, Trial, fields_of
+from scheduler.core.text import share_text
+from scheduler.measure.build import describe_exception, lower_candidate, requested_onchip_bytes
 from scheduler.model.constants import calibrations, model_of
+from scheduler.model.cost import Breakdown
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
+from search_spaces import load_known
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.space import Columns
+
+if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
+    from scheduler.core.records import Schedule
+    from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +197,9 @@ def _lowered(ranked: Ranked, pruned: Pruned, problem: Problem, hardware: Hardwar
     """Adds the on-chip memory of the lowered kernel, or the reason why it fails to lower."""
     schedule = pruned.space.decode(ranked.schedule)
     try:
-        asked = asked_onchip_bytes(lower(pruned.kernel, problem, schedule, hardware.target))
+        asked = requested_onchip_bytes(lower_candidate(pruned.kernel, problem, schedule, hardware.target))
     except Exception as error:  # as in a search: lowering runs only the kernel's code and JAX's
-        return dataclasses.replace(ranked, refused=blamed(error))
+        return dataclasses.replace(ranked, refused=describe_exception(error))
     return dataclasses.replace(ranked, onchip_bytes=asked or 0)
 
 
@@ -213,3 +221,88 @@ def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
     columns = transactions, footprint.coalescing, footprint.access_bytes
     rows = zip(*(np.broadcast_to(column, (schedules,)) for column in columns), strict=True)
     return [Access(*map(float, row)) if row[-1] else None for row in rows]
+
+
+# ------------------------------------------------------------------------------
+# Finds the backends for which the model has no prediction: kernels that declare no footprint.
+
+
+def without_prediction(
+    operation: str, problem: Problem | None, hardware: Hardware | None, choices: Iterable[tuple[str, Schedule]]
+) -> frozenset[str]:
+    """Returns the backends among `choices` with kernels that declare no footprint, and so have no prediction.
+
+    The `predicted_s` of such a backend is the library's time. Returns an empty set if the operation, the problem or the
+    chip is unknown.
+    """
+    if problem is None or hardware is None:
+        return frozenset()
+    try:
+        kernels = {kernel.backend: kernel for kernel in load_known(operation).kernels}
+    except ValueError:
+        return frozenset()
+    found: dict[str, bool] = {}
+    for backend, schedule in choices:
+        kernel = kernels.get(backend)
+        if backend in found or kernel is None or kernel.library or kernel.supports(problem, hardware.target):
+            continue
+        try:
+            point = kernel.space(problem, hardware.target).decode(schedule)
+        except ValueError:  # not in the current space
+            continue
+        found[backend] = kernel.footprint(problem, Columns.of([point]), hardware.target) is None
+    return frozenset(backend for backend, missing in found.items() if missing)
+
+
+# ------------------------------------------------------------------------------
+# Names the bottleneck of a schedule: groups the cost model's terms by hardware resource.
+
+# In the order of stacking and colours in plots.
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "matrix units": ("mma", "power", "smem", "wgmma_bubble", "step_bubble", "tile_bubble", "tile_end"),
+        "FP32 lanes and MUFU": ("mufu", "fp32"),
+        "L2 and TMA": ("l2", "tma_rows", "oob_fill"),
+        "device memory": ("hbm",),
+        "latency": ("latency",),
+        "start and end": (
+            "step",
+            "pipeline_setup",
+            "prologue",
+            "epilogue",
+            "copies",
+            "cluster_sync",
+            "dsmem",
+            "tail_reduction",
+            "launch",
+        ),
+    }
+)
+
+
+def group_of(term: str) -> str:
+    """Returns the group of a term of the model.
+
+    Raises:
+      KeyError: The model has no such term.
+    """
+    return {name: group for group, names in GROUPS.items() for name in names}[term]
+
+
+def bounds(parts: Breakdown, schedules: int) -> list[str]:
+    """Returns the group of each schedule's longest overlapped term.
+
+    The group is "start and end" if the serial terms together take longer.
+    """
+    names = list(parts.overlapped)
+
+    def full(values: Any) -> npt.NDArray[np.float64]:
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), (schedules,))
+
+    terms = np.stack([full(parts.overlapped[name]) for name in names])
+    serial = full(sum(parts.serial.values()))
+    longest = terms.argmax(axis=0)
+    return [
+        "start and end" if serial[index] > terms[longest[index], index] else group_of(names[longest[index]])
+        for index in range(schedules)
+    ]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import html
 
-from scheduler.core.quantities import digits, ratio_text, seconds_text, share_text
 from scheduler.core.records import Entry, Record, choice_text
-from scheduler.core.safe_text import one_line, printable
-from scheduler.inspect.case import of_record
-from scheduler.inspect.provenance import record_head
-from scheduler.inspect.verdict import against_library, confidence, gain_text, standing, verdict
-from scheduler.inspect.wording import first_line
+from scheduler.core.text import digits, one_line, printable, ratio_text, seconds_text, share_text
+from scheduler.inspect.case import of_record, record_head
+from scheduler.inspect.verdict import against_library, confidence, first_line, gain_text, standing, verdict
 from scheduler.model.cost import CostModel
-from search_spaces import spelled
+from search_spaces import format_problem
 
 _NUMBER = ' style="text-align:right"'
 
 
 def record_html(record: Record) -> str:
     """Returns the problem, the winner and its gain over XLA, the entries, and the confidence as escaped HTML."""
-    problem = spelled(record.key.operation, record.key.problem)
+    problem = format_problem(record.key.operation, record.key.problem)
     winner, gain = record.winner, gain_text(record)
     against = f"{gain} the speed of XLA" if gain.endswith("x") and winner.backend != record.library else f"XLA: {gain}"
     rows = "".join(_row(record, entry) for entry in record.entries)

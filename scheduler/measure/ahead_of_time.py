@@ -12,15 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scheduler.core.chip import GIB, NOT_HERE
+from scheduler.core.chip_table import GIB, NOT_HERE
 from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Outcome
-from scheduler.measure import protocol, static_profile
+from scheduler.measure import estimate, protocol
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import Limits
 from scheduler.measure.runner import RunnerOptions, Task, environment
-from scheduler.measure.subprocess_pipe import Children, Limit
+from scheduler.measure.subprocess_pipe import Children, Limit, Limits
 from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -42,7 +41,7 @@ def elsewhere(hardware: Hardware) -> Hardware:
 
 def unable(hardware: Hardware) -> str | None:
     """Returns why times on `hardware` cannot be estimated here; None if they can."""
-    if (reason := static_profile.missing(hardware)) is not None:
+    if (reason := estimate.missing_compiler(hardware)) is not None:
         return reason
     if not hardware.static_cycles:
         return (
@@ -154,7 +153,7 @@ class _Compiler:
         programs = folder / "programs"
         self._reports.mkdir()
         programs.mkdir(exist_ok=True)
-        self.hello = protocol.Hello("", "cpu", str(programs), kind=hardware.kind)
+        self.hello = protocol.Init("", "cpu", str(programs), kind=hardware.kind)
 
     def environment(self) -> dict[str, str]:
-        return inherited() | static_profile.environment(self._reports, self._hardware)
+        return inherited() | estimate.profile_environment(self._reports, self._hardware)

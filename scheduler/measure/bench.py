@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point, point_of
-from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
+from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
 from scheduler.measure import buffers, timer
-from scheduler.measure.blame import first_line
-from scheduler.measure.build import Builder, Built, Step
-from scheduler.measure.checks import Checks, Results, compiled_checks
-from scheduler.measure.rotation import condition, rotating_results, rotating_sets
+from scheduler.measure.buffers import (
+    Checks,
+    Results,
+    compiled_checks,
+    rotating_results,
+    rotating_sets,
+    timing_conditions,
+)
+from scheduler.measure.build import Builder, Built, Step, first_line
 from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import illegal
-from search_spaces import reference_programs
+from scheduler.model.pruning import illegal
+from search_spaces import checking
+from search_spaces.configuration import measurements
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, Tolerance
@@ -29,9 +35,9 @@ from search_spaces.problem import Problem, Tolerance
 # A candidate this many times slower than the fastest one so far is timed with fewer repetitions.
 SLOW = 1.5
 # A time below this share of the lower bound is rejected. The margin allows for clocks above their rated boost.
-BELIEVED = 0.9
+PLAUSIBLE_SHARE_OF_BOUND = 0.9
 # A time below the bound is measured again with this many times the repetitions.
-DOUBTED = 3
+REPEATS_BELOW_BOUND = 3
 # A finalist is called this many times with other inputs, and each result is compared. This finds a candidate that is
 # wrong in every fifth call. It finds a candidate that is wrong in a random fifth of its calls with high probability,
 # together with the later comparisons. `FEWEST_RUNS` applies above `MANY_ELEMENTS`, because comparing large results
@@ -84,7 +90,7 @@ class Bench:
         self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
         self._builder = builder or Builder(hardware, announce)
         self._exclusive, self._announce, self._in_turn = exclusive, announce, False
-        self._clock, self._l2 = condition(problem, hardware, l2)
+        self._clock, self._l2 = timing_conditions(problem, hardware, l2)
         # Start the clock and its compilation now, not later while this bench holds the device lock.
         timer.attach(self._clock)
         self._checks: dict[Problem, Checks] = {}
@@ -95,7 +101,7 @@ class Bench:
         # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
         # there.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
-        self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
+        self._least_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
         self._results: collections.deque[Results] = collections.deque()
         self._candidates: dict[Point, Built] = {}
@@ -290,7 +296,7 @@ class Bench:
             try:
                 measured = timed(repetitions, slow_s)
                 if measured.median_s <= self._least_s:
-                    measured = timed(DOUBTED * repetitions)
+                    measured = timed(REPEATS_BELOW_BOUND * repetitions)
                 calls = self._calls - before
                 last = list(self._results)[-min(calls, COMPARED_TIMES) :]
                 each = (self._off(candidate, self._problem, self._draw, actual) for actual in last)
@@ -300,7 +306,7 @@ class Bench:
         if wrong:
             return Failure("verify", f"after several calls {wrong}")
         if measured.median_s <= self._least_s:
-            bound_s = self._least_s / BELIEVED
+            bound_s = self._least_s / PLAUSIBLE_SHARE_OF_BOUND
             return Failure(
                 "implausible", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s"
             )
@@ -336,7 +342,7 @@ class Bench:
             announce()
 
         announce()
-        with reference_programs.in_turns(turn):
+        with checking.compile_in_turn(turn):
             yield
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
@@ -396,3 +402,62 @@ def calls_to_confirm(problem: Problem) -> int:
 
 def _runs(problem: Problem) -> int:
     return RUNS if compared_elements(problem) <= MANY_ELEMENTS else FEWEST_RUNS
+
+
+# ------------------------------------------------------------------------------
+# Caches the benches of the current problems, and rebuilds a bench that a candidate may have damaged.
+
+What = TypeVar("What", bound=Hashable)
+O = TypeVar("O", bound=Outcome | None)  # noqa: E741
+
+
+@dataclasses.dataclass
+class _AtHand:
+    """A bench, and whether any candidate, of any problem, has run since it was made."""
+
+    bench: Bench
+    used: bool = False
+
+
+class BenchesAtHand(Generic[What]):
+    """Caches one bench for each problem that is being searched.
+
+    Args:
+      make: creates the bench of a key, which identifies the operation, the problem and the cache state of its operands.
+    """
+
+    def __init__(self, make: Callable[[What], Bench]) -> None:
+        self._make = make
+        self._benches: dict[What, _AtHand] = {}
+
+    @measurements()
+    def ask(self, what: What, question: Callable[[Bench], O], *, beside: Collection[What] = ()) -> O:
+        """Calls `question` with the bench of `what` and returns the result.
+
+        A candidate fails verification only if it is wrong with intact operands and an intact reference. An earlier
+        candidate may have written out of bounds and damaged them; the bench is then rebuilt and the question is
+        repeated.
+
+        Args:
+          beside: the other problems for which benches are kept.
+        """
+        # Free the device memory of other benches before this bench is made.
+        self._benches = {held: bench for held, bench in self._benches.items() if held == what or held in beside}
+        answer = question(self._of(what).bench)
+        if isinstance(answer, Failure) and answer.stage == "verify":
+            at_hand = self._of(what)
+            if at_hand.used and not at_hand.bench.intact():
+                del at_hand, self._benches[what]
+                answer = question(self._of(what).bench)
+        for at_hand in self._benches.values():
+            at_hand.used = True
+        return answer
+
+    def drop(self) -> None:
+        """Frees the device memory of all benches."""
+        self._benches = {}
+
+    def _of(self, what: What) -> _AtHand:
+        if what not in self._benches:
+            self._benches[what] = _AtHand(self._make(what))
+        return self._benches[what]

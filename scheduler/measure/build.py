@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +11,130 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jaxlib.mlir import ir
 
 from scheduler.core import interrupts
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import label_of
-from scheduler.core.records import Failure, Schedule, Stage
-from scheduler.measure.blame import blamed
-from scheduler.measure.lowered import asked_onchip_bytes
-from scheduler.model.feasibility import onchip_bytes
+from scheduler.core.records import Failure, Schedule, Stage, label_of
+from scheduler.model.pruning import onchip_bytes
 from search_spaces import jax_compat
 from search_spaces.fingerprint import digest
-from search_spaces.kernel import Kernel
+from search_spaces.kernel import Kernel, Target
 from search_spaces.problem import Problem, Tolerance, as_tuple
+
+# ------------------------------------------------------------------------------
+# Reads the on-chip memory that a lowered kernel requests from its program, before it is compiled or run.
+
+# Names in Mosaic GPU's lowering, in every version: the kernel's call target, and the launch operation in its module.
+_MOSAIC_GPU = "mosaic_gpu"
+_LAUNCH = ".gpu.launch"
+
+
+def lower_candidate(kernel: Kernel[Any, Any], problem: Problem, schedule: Any, target: Target) -> jax.stages.Lowered:
+    """Lowers a candidate for a chip that may be absent; raises any exception of the kernel or of JAX."""
+    run = jax.jit(lambda *args: kernel.results(problem, schedule, target, *args))
+    return run.trace(*problem.operands()).lower(lowering_platforms=(target.platform,))
+
+
+def requested_onchip_bytes(lowered: jax.stages.Lowered) -> int | None:
+    """Returns the bytes of on-chip memory that one block requests; the maximum over all launches of the program.
+
+    Returns None if the program does not contain the size. Triton determines it when it compiles, and an interpreter has
+    no on-chip memory.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    if not isinstance(module, ir.Module):
+        return None
+    calls = (op for op in _operations(module.operation) if op.name == "stablehlo.custom_call")
+    kernels = (call for call in calls if _MOSAIC_GPU in str(call.attributes["call_target_name"]))
+    try:
+        return max((size for kernel in kernels for size in _asked(kernel, module.context)), default=None)
+    except ir.MLIRError:  # the module has a version that this jaxlib cannot parse
+        return None
+
+
+def _asked(kernel: Any, context: ir.Context) -> Iterator[int]:
+    """Yields the bytes that each launch of a Mosaic GPU kernel requests; nothing if this JAX stores them elsewhere.
+
+    `context` belongs to the enclosing program, in which the kernel's types are registered.
+    """
+    if "mhlo.backend_config" not in kernel.attributes:
+        return
+    settings = kernel.attributes["mhlo.backend_config"]
+    if not isinstance(settings, ir.DictAttr) or "module" not in settings:
+        return
+    serialized = ir.StringAttr(settings["module"]).value_bytes
+    with _allowing_other_dialects(context):  # the serialized module has its own dialect
+        module = ir.Module.parse(serialized, context)
+    for op in _operations(module.operation, but=_LAUNCH):
+        if op.name.endswith(_LAUNCH):
+            # The extents of grid, block and cluster have type index. The on-chip memory is the only i32 operand.
+            made_by = (operand.owner for operand in op.operands if str(operand.type) == "i32")
+            yield from (ir.IntegerAttr(o.attributes["value"]).value for o in made_by if not isinstance(o, ir.Block))
+
+
+@contextlib.contextmanager
+def _allowing_other_dialects(context: ir.Context) -> Iterator[None]:
+    before = context.allow_unregistered_dialects
+    context.allow_unregistered_dialects = True
+    try:
+        yield
+    finally:
+        context.allow_unregistered_dialects = before
+
+
+def _operations(within: Any, but: str | None = None) -> Iterator[Any]:
+    """Yields all operations in pre-order, without the contents of operations with a name that ends with `but`."""
+    for region in within.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield op.operation
+                if but is None or not op.operation.name.endswith(but):
+                    yield from _operations(op.operation, but)
+
+
+# ------------------------------------------------------------------------------
+# Describes an exception of a candidate: its type, its message, and its location in the kernel source.
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or its type if the message is empty."""
+    try:
+        text = str(error).strip()
+    except BaseException:  # `__str__` of a user-defined exception may raise anything
+        text = ""
+    return (text or type(error).__name__).splitlines()[0][:300]
+
+
+def describe_exception(error: BaseException) -> str:
+    """Describes an exception of a candidate in one line: its type, message, and location in the kernel source."""
+    name, said = type(error).__name__, first_line(error)
+    place = _place(error)
+    return (name if said == name else f"{name}: {said}") + (f" ({place})" if place else "")
+
+
+def _place(error: BaseException | None) -> str:
+    """Returns ``file:line`` of the innermost call in a kernel; "" if there is none."""
+    asked: list[BaseException] = []
+    while error is not None and not any(error is other for other in asked):  # causes may form a cycle
+        for call in calls(error):
+            if call.owner != "scheduler":
+                return f"{_from_here(call.file)}:{call.line}"
+        asked.append(error)
+        # JAX gives the location of an error in lowering in a separate exception (`JaxStackTraceBeforeTransformation`).
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _from_here(file: str) -> str:
+    try:
+        below = os.path.relpath(file)
+    except OSError:  # the working directory was removed
+        return file
+    return file if below.startswith(os.pardir) else below
+
 
 # The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
@@ -120,7 +232,7 @@ class Builder:
         except BaseException as error:
             return _failed(kernel, schedule, "lower", error, raising)
         if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint
-            asked, has = asked_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
+            asked, has = requested_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
             if asked > has:
                 what = f"asks for {asked} bytes of on-chip memory; a block of {self._hardware.kind} has {has}"
                 return Failure("lower", what)
@@ -172,7 +284,7 @@ def saved_digest(path: Path) -> str:
 
 def _failed(kernel: Kernel[Any, Any], schedule: Schedule, stage: Stage, error: BaseException, raising: bool) -> Failure:
     interrupts.reraise(error)
-    failure = Failure(stage, blamed(error))
+    failure = Failure(stage, describe_exception(error))
     if raising:
         raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
     return failure

@@ -19,11 +19,11 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure
 from scheduler.measure import absent_gpu
+from scheduler.measure.buffers import prepare
 from scheduler.measure.build import Builder, Built, Step, save, saved_digest
-from scheduler.measure.checks import prepare
-from scheduler.measure.conversation import converse, loads_otherwise
-from scheduler.measure.protocol import Answer, Hello, Programs, Request
-from scheduler.model.feasibility import illegal
+from scheduler.measure.protocol import Answer, Init, Programs, Request
+from scheduler.measure.subprocess_pipe import converse, loads_otherwise
+from scheduler.model.pruning import illegal
 from search_spaces import load
 from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -41,7 +41,7 @@ class Compiling:
     The process does not access the chip: it creates no CUDA context and takes no device memory.
     """
 
-    def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
+    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
         assert hello.target is not None
         self.target, self._announce, self._directory = hello.target, announce, Path(hello.programs)
         self._hardware = chips.describe(hello.target)

@@ -13,17 +13,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scheduler.core import safe_text
+from scheduler.core import text
 from scheduler.core.errors import SchedulerError, WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.records import Failure
-from scheduler.measure.checks import PARTS
+from scheduler.measure.buffers import PARTS
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import Limits
 from scheduler.measure.protocol import Do, Programs, Request, decode, encode
 from scheduler.measure.runner import Task
-from scheduler.measure.subprocess_pipe import Children, Ended, Limit
+from scheduler.measure.subprocess_pipe import Children, Ended, Limit, Limits
 from scheduler.measure.worker_process import (
     Compiler,
     WorkerProcess,
@@ -251,7 +250,9 @@ class Compilers:
                     raise WorkerError("the worker processes were stopped")
                 if not self._warned:
                     self._warned = True
-                    safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
+                    text.warn_safely(
+                        f"candidates are compiled one by one, where they are measured: {self._refusals[0]}"
+                    )
                 return None
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:

@@ -2,26 +2,316 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import topologies
 
-from scheduler.core.errors import CandidateFailed
+from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import label_of
-from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Stage
-from scheduler.measure import static_loops, static_profile
+from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Stage, label_of
 from scheduler.measure.bench import Bench
-from scheduler.measure.blame import blamed
-from scheduler.measure.build import Step
-from scheduler.measure.reduced import reduced, smaller, steps
-from scheduler.measure.static_profile import OutOfOnchipMemory
+from scheduler.measure.build import Step, describe_exception
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import illegal
-from search_spaces import interpreters
+from scheduler.model.pruning import illegal
+from search_spaces import configuration
+from search_spaces.fingerprint import all_equations, held_jaxprs, opened_jaxpr
+from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, nbytes
+from search_spaces.sharding import Sharding
+from search_spaces.space import Columns
+
+# ------------------------------------------------------------------------------
+# Finds loops of a kernel that the compiler's static estimate does not count in full.
+
+# libtpu's estimate counts a nested loop in the first `COUNTED` iterations of the outer loop, and hardly in the later
+# ones. A chain of 64 exponentials costs 715 cycles in each of the first two iterations, and 3.5 in each of the others
+# (libtpu 0.0.48, v5e). The loop of the grid, and one loop within a step of it, are counted in full.
+COUNTED = 2
+_LOOPS = ("scan", "while")
+
+
+def miscounted_loops(jaxpr: Any) -> bool:
+    """Returns whether a Pallas kernel has nested loops with more than `COUNTED` outer iterations."""
+    kernels = (eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == "pallas_call")
+    return any(_nested(inner) for eqn in kernels for inner in held_jaxprs(eqn))
+
+
+def _nested(jaxpr: Any, within: bool = False) -> bool:
+    for eqn in opened_jaxpr(jaxpr).eqns:
+        loops = eqn.primitive.name in _LOOPS and eqn.params.get("length", COUNTED + 1) > 1
+        if loops and within:
+            return True
+        # An outer loop of few iterations is counted in full. A loop with dynamic bounds counts as a long one.
+        outer = within or (loops and eqn.params.get("length", COUNTED + 1) > COUNTED)
+        if any(_nested(inner, outer) for inner in held_jaxprs(eqn)):
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------------
+# Reports on-chip memory and estimated cycles of a program, from the chip's compiler on a host without the chip.
+#
+# The TPU compiler is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names. Besides the
+# program, it writes the VMEM that each operation takes, and the number of cycles of its instruction schedule. libtpu
+# reads its settings once when it is loaded, so a process that compiles must be started with those of `environment`.
+
+# The variable with the path of the reports; `environment` sets it.
+REPORTS = "TILE_SCHEDULER_STATIC_REPORTS"
+
+_CYCLES = re.compile(r"estimated_cycles: (\d+)")
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = r"([\d.]+)([KMG]?)"
+# libtpu rejects a program that exceeds VMEM in three places, with different messages.
+_TOO_MUCH = tuple(
+    re.compile(text)
+    for text in (
+        rf"Scoped allocation with size {_SIZE}",
+        rf"Ran out of memory in memory space vmem\. Used {_SIZE}",
+        rf"Allocation \(size={_SIZE}\) would exceed memory",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The compiler's report on one program.
+
+    Attributes:
+      onchip_bytes: the maximum on-chip memory of one operation, including spills.
+      spill_bytes: the bytes of these that spilled registers take.
+      cycles: the total of all operations, run one after another, in the compiler's static schedule; None if the
+        compiler has no latency model of the chip (`Hardware.static_cycles`).
+    """
+
+    onchip_bytes: int
+    spill_bytes: int
+    cycles: int | None
+
+
+class OutOfOnchipMemory(Exception):
+    """The compiler rejected a program that needs too much on-chip memory.
+
+    Attributes:
+      asked: the bytes in the compiler's message: the total, or the bytes allocated before the compiler gave up.
+    """
+
+    def __init__(self, message: str, asked: int) -> None:
+        super().__init__(message)
+        self.asked = asked
+
+
+def missing_compiler(hardware: Hardware) -> str | None:
+    """Returns why this host cannot compile for `hardware`; None if it can."""
+    if not hardware.topology:
+        return f"no compiler for {hardware.kind} runs on a host without one"
+    if importlib.util.find_spec("libtpu") is None:
+        return f"the compiler for {hardware.kind} is not installed: pip install 'tile-scheduler[tpu]'"
+    return None
+
+
+def profile_environment(reports: Path, hardware: Hardware) -> dict[str, str]:
+    """Returns the environment of a process that compiles for `hardware` and writes to its own folder `reports`.
+
+    Cycles are requested only if the compiler models the latencies of the chip; otherwise it would abort the process.
+    """
+    flags: dict[str, object] = {
+        "xla_jf_dump_to": reports,
+        "xla_jf_dump_llo_text": "true",
+        "xla_jf_dump_llo_pass_label_regex": "none_of_them",  # else it writes about three hundred files
+    }
+    if hardware.static_cycles:
+        flags["xla_jf_dump_static_llo_profile_to"] = reports
+    return {
+        REPORTS: str(reports),
+        "JAX_PLATFORMS": "cpu",
+        # Do not query a metadata server; any host name works.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+    }
+
+
+def static_profile(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware) -> Profile:
+    """Compiles `run` for `hardware`, in a process started with `environment`.
+
+    Raises:
+      OutOfOnchipMemory: the compiler rejected the program.
+      SchedulerError: this process was not started with `environment`, or has no such compiler.
+      Exception: any exception of lowering or compiling.
+    """
+    return compiled_profile(traced_profile(run, operands, hardware).lower())
+
+
+def traced_profile(
+    run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware
+) -> jax.stages.Traced:
+    """Traces `run` with operands on `hardware`, so that it is lowered for that chip.
+
+    Raises:
+      SchedulerError: this process has no compiler for the chip.
+      Exception: any exception of tracing.
+    """
+    if (reason := missing_compiler(hardware)) is not None:
+        raise SchedulerError(reason)
+    device = topologies.get_topology_desc(platform=hardware.platform, topology_name=hardware.topology).devices[0]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(run).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in operands))
+
+
+def compiled_profile(lowered: jax.stages.Lowered) -> Profile:
+    """Compiles a program that was lowered for its chip, and returns the report; raises as `profile` does."""
+    if REPORTS not in os.environ:
+        raise SchedulerError(f"{REPORTS} is not set: start the process that compiles with static_profile.environment")
+    reports = Path(os.environ[REPORTS])
+    for file in reports.iterdir():
+        file.unlink()
+    try:
+        lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (refused := _asked(str(error))) is None:
+            raise
+        raise OutOfOnchipMemory(*refused) from error
+    return _read(reports)
+
+
+def _asked(message: str) -> tuple[str, int] | None:
+    """Returns the message of a rejection and its bytes; None if the error does not concern on-chip memory."""
+    for pattern in _TOO_MUCH:
+        if (hit := pattern.search(message)) is not None:
+            said, _, _ = message[hit.start() :].partition("\n")
+            return said[:300].strip(), round(float(hit[1]) * _SIZES[hit[2]])
+    return None
+
+
+def _read(reports: Path) -> Profile:
+    """Reads the reports of one program. Its on-chip memory is 0 if no operation uses any."""
+    onchip, spilled = 0, 0
+    for file in reports.glob("*vmem_report.html"):
+        text = file.read_text()
+        start = text.index("const DATA =") + len("const DATA =")
+        data, _ = json.JSONDecoder().raw_decode(text[start:].lstrip())
+        for operation in data["hlo_breakdowns"].values():
+            blocks = [block for block in operation["blocks"] if block["block_type"] == "SCOPED"]
+            total = sum(block["block_size"] for block in blocks)
+            if total > onchip:
+                allocations = (each for block in blocks for each in block["allocations"])
+                onchip, spilled = total, sum(each["size"] for each in allocations if each["tag"] == "SPILL")
+    found = [file.read_text() for file in reports.glob("*_static_llo_profile.textproto")]
+    cycles = sum(int(estimate) for text in found for estimate in _CYCLES.findall(text))
+    return Profile(onchip, spilled, cycles if found else None)
+
+
+# ------------------------------------------------------------------------------
+# Derives smaller problems for tools that execute every step of a grid: estimators and interpreters.
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Two smaller problems with the same tiles as a whole problem, from which its time is extrapolated linearly.
+
+    Attributes:
+      larger, smaller: the second has half the work of the first.
+      times: the work of the whole problem divided by that of `larger`.
+    """
+
+    larger: Problem
+    smaller: Problem
+    times: int
+
+    def whole(self, larger: float, smaller: float) -> float:
+        """Extrapolates a value of the whole problem from the values of `larger` and `smaller`.
+
+        The value is linear in the work: a fixed part per grid, and a part per tile.
+        """
+        return larger + (larger - smaller) * 2 * (self.times - 1)
+
+
+def grid_steps(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, hardware: Hardware) -> float | None:
+    """Returns the steps of the grid of one launch; None if the schedule is illegal or there is no footprint."""
+    if illegal(kernel, problem, hardware, schedule) is not None:
+        return None
+    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
+    footprint = kernel.footprint(problem, one, hardware.target)
+    if footprint is None:
+        return None
+    return math.prod(float(np.ravel(each)[0]) for each in (*footprint.grid, footprint.steps))
+
+
+def reduced_problem(
+    operation: Operation[Any], problem: Problem, size: Callable[[Problem], float | None], most: float
+) -> Reduced | None:
+    """Shrinks `problem` to at most `most` work, and to half of that; returns None if that is impossible.
+
+    Axes that may be sharded over devices without a sum (`Operation.shard`) are independent. The longest such axis is
+    halved, if a half has exactly half the size, so that tiles stay whole. At least two blocks stay along each axis,
+    because a single block may be loaded only once for the whole grid.
+
+    Args:
+      size: returns the work of a problem, for example in steps; None if the candidate does not support the problem.
+    """
+    sharding, whole_size = operation.sharding(problem), size(problem)
+    if sharding is None or whole_size is None:
+        return None
+
+    def halves(whole: Problem) -> Iterator[Problem]:
+        have, extents = size(whole), sharding.extents(whole)
+        for letter in sorted(sharding.divided, key=lambda letter: -extents.get(letter, 0)):
+            half = _half(sharding, whole, letter)
+            quarter = None if half is None else _half(sharding, half, letter)
+            if have is not None and half is not None and quarter is not None:
+                left, still = size(half), size(quarter)
+                if left is not None and still is not None and have == 2 * left == 4 * still:
+                    yield half
+
+    larger, times = problem, 1
+    while whole_size / times > most:
+        half = next(halves(larger), None)
+        if half is None:
+            return None
+        larger, times = half, 2 * times
+    smaller = next(halves(larger), None)
+    return None if smaller is None else Reduced(larger, smaller, times)
+
+
+def _half(sharding: Sharding[Any], problem: Problem, letter: str) -> Problem | None:
+    """Returns one of two equal parts of a problem along an axis; None if it cannot be divided."""
+    try:
+        extents = sharding.extents(problem)
+        if extents[letter] % 2:
+            return None
+        half = sharding.local(problem, extents | {letter: extents[letter] // 2})
+        return half if sharding.extents(half)[letter] == extents[letter] // 2 else None
+    except (ValueError, KeyError):  # invalid problem, or no such axis
+        return None
+
+
+def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
+    """Halves the largest extent until the problem `fits`, and returns that problem; None if none fits."""
+    while True:
+        extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
+        if not extents:
+            return None
+        name = max(extents, key=extents.__getitem__)
+        try:
+            problem = dataclasses.replace(problem, **{name: extents[name] // 2})
+            if fits(problem):
+                return problem
+        except (TypeError, ValueError):  # not a valid problem
+            return None
+
 
 # The estimator executes all steps of a grid, at 5 to 40 ms each. Above `STEPS_AT_ONCE` steps, it estimates smaller
 # problems with the same tiles. If there are none, it gives up above `MOST_STEPS` steps, which take a minute or more.
@@ -58,9 +348,11 @@ def estimate(
         # bound.
         share = model.lower_bound(problem) * hardware.clock_hz / LIBRARY_CYCLES_AT_ONCE
         if share > 1:
-            part = reduced(operation, problem, lambda like: like.flops or None, problem.flops / share)
-    elif (have := steps(kernel, problem, schedule, hardware) or 0) > STEPS_AT_ONCE:
-        part = reduced(operation, problem, lambda like: steps(kernel, like, schedule, hardware), STEPS_AT_ONCE)
+            part = reduced_problem(operation, problem, lambda like: like.flops or None, problem.flops / share)
+    elif (have := grid_steps(kernel, problem, schedule, hardware) or 0) > STEPS_AT_ONCE:
+        part = reduced_problem(
+            operation, problem, lambda like: grid_steps(kernel, like, schedule, hardware), STEPS_AT_ONCE
+        )
         if part is None and have > MOST_STEPS:
             return Failure(
                 "estimate", f"its grid has {have:.0f} steps; the compiler's estimate goes through {MOST_STEPS}"
@@ -101,7 +393,7 @@ def _cycles(
     point = kernel.space(problem, target).decode(schedule)
 
     def failed(stage: Stage, error: Exception) -> Failure:
-        said = str(error) if isinstance(error, OutOfOnchipMemory) else blamed(error)
+        said = str(error) if isinstance(error, OutOfOnchipMemory) else describe_exception(error)
         failure = Failure(stage, said)
         if raising:
             raise CandidateFailed(f"{label_of(backend, schedule)}: {failure}") from error
@@ -112,15 +404,15 @@ def _cycles(
 
     announce("lower")
     try:
-        traced = static_profile.traced(run, problem.operands(), hardware)
-        if static_loops.miscounted(traced.jaxpr):
+        traced = traced_profile(run, problem.operands(), hardware)
+        if miscounted_loops(traced.jaxpr):
             return Failure("estimate", "it has a loop within a loop, which the compiler's estimate does not count")
         lowered = traced.lower()
     except Exception as error:  # only code of the kernel and of JAX runs here
         return failed("lower", error)
     announce("compile")
     try:
-        profile = static_profile.compiled(lowered)
+        profile = compiled_profile(lowered)
     except Exception as error:
         return failed("compile", error)
     finally:
@@ -139,17 +431,17 @@ def interpreted(
     program, a platform without such an interpreter, or a schedule that is legal for no small problem.
     """
     kernel = operation.kernel(backend)
-    if kernel.library or hardware.platform not in interpreters.PLATFORMS:
+    if kernel.library or hardware.platform not in configuration.INTERPRETER_PLATFORMS:
         return None
 
     def small(like: Problem) -> bool:
         if like.flops > INTERPRETED_FLOPS or illegal(kernel, like, hardware, schedule) is not None:
             return False
-        return (steps(kernel, like, schedule, hardware) or 1) <= INTERPRETED_STEPS
+        return (grid_steps(kernel, like, schedule, hardware) or 1) <= INTERPRETED_STEPS
 
     like = problem if small(problem) else smaller(problem, small)
     if like is None:
         return None
-    with interpreters.interpreting():
+    with configuration.interpreting():
         wrong = Bench(operation, like, hardware).confirm(backend, schedule)
     return None if wrong is None else Failure("verify", f"interpreted, as {like}: {wrong}")

@@ -10,9 +10,9 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import GIB
 from scheduler.measure.ahead_of_time import elsewhere
 from scheduler.measure.build import Step
-from scheduler.measure.conversation import converse
 from scheduler.measure.estimate import estimate, interpreted
-from scheduler.measure.protocol import Answer, Hello, Request
+from scheduler.measure.protocol import Answer, Init, Request
+from scheduler.measure.subprocess_pipe import converse
 from search_spaces import load
 
 # The compiler leaks some memory with each program. A process that holds more than this is replaced.
@@ -28,7 +28,7 @@ def main() -> None:
 class _Compiling:
     """Serves requests for the chip that `hello` names."""
 
-    def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
+    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
         self._hardware = elsewhere(chips.find(hello.kind))
         self.target = self._hardware.target
         self._announce = announce

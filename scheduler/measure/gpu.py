@@ -4,20 +4,100 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
-from scheduler.core import cuda_driver, nvidia_smi
+import filelock
+import platformdirs
+
+from scheduler.core import cuda_driver, nvidia_smi, text
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU
-from scheduler.measure import gpu_lock
 from search_spaces import jax_compat
 from search_spaces.kernel import Target
+
+# ------------------------------------------------------------------------------
+# One file lock per device, which serializes the measurements of all processes and users of a host.
+
+# All users of a host share this directory, regardless of TMPDIR, and no user can delete the lock of another.
+SHARED = Path("/tmp")
+# No measurement takes this long: compiling a library program is limited to twelve minutes (`limits`). A process that
+# holds the lock for longer hangs.
+LIMIT_S = 900.0
+POLL_S = 0.01
+# All users may lock the file.
+MODE = 0o666
+
+_never_waited_for: set[Path] = set()
+
+
+@contextlib.contextmanager
+def device_lock(device: str) -> Iterator[None]:
+    """Context manager that excludes all other processes of the host from the same device.
+
+    If the lock is not free within `LIMIT_S`, a warning is issued, and this process measures without the lock from then
+    on.
+
+    Args:
+      device: the UUID of a GPU, or another name.
+    """
+    path = require_device_lock(device)
+    if path is None or path in _never_waited_for:
+        yield
+        return
+    lock = _of(path)
+    try:
+        lock.acquire(timeout=LIMIT_S, poll_interval=POLL_S)
+    except filelock.Timeout:
+        _never_waited_for.add(path)
+        text.warn_safely(f"{path} was locked for {LIMIT_S:.0f} s: this process measures without the lock")
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@functools.cache
+def require_device_lock(device: str) -> Path | None:
+    """Returns the path of a device's lock; warns and returns None if none can be made. Does not wait for the lock."""
+    name = f"tile-scheduler-{re.sub(r'[^A-Za-z0-9.-]', '_', device)}.lock"
+    refused: list[str] = []
+    for place in _places():
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(filelock.Timeout), _of(place / name).acquire(timeout=0):
+                pass
+        except OSError as error:
+            refused.append(f"{place / name}: {error.strerror or error}")
+            continue
+        if refused:
+            text.warn_safely(f"measurements of other users are not waited for ({'; '.join(refused)})")
+        return place / name
+    text.warn_safely(f"measurements of other processes are not waited for ({'; '.join(refused)})")
+    return None
+
+
+def _of(path: Path) -> filelock.BaseFileLock:
+    return filelock.FileLock(path, mode=MODE)
+
+
+def _places() -> Iterator[Path]:
+    """Yields directories for locks: first the shared one, then two of this user."""
+    yield SHARED
+    with contextlib.suppress(RuntimeError):  # the user has no home directory
+        yield platformdirs.user_cache_path("tile-scheduler", False) / "locks"
+    yield Path(tempfile.gettempdir())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,4 +183,4 @@ class Gpu:
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that makes this process the only one to measure on the GPU (`gpu_lock.exclusive`)."""
-        return gpu_lock.exclusive(self.uuid)
+        return device_lock(self.uuid)

@@ -14,22 +14,18 @@ from types import TracebackType
 from typing import Any
 
 from scheduler.core import hardware as chips
-from scheduler.core import safe_text
+from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.identity import point_of
-from scheduler.core.interrupts import WAKE_S
-from scheduler.core.records import L2, Failure, Measurement, Outcome
-from scheduler.core.threads import Threads, in_thread
-from scheduler.measure import gpu_lock
+from scheduler.core.interrupts import WAKE_S, Threads, in_thread
+from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
+from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Transport, count_of
-from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import Limits
+from scheduler.measure.gpu import Gpu, require_device_lock
 from scheduler.measure.protocol import Do, Held, Programs
-from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
-from scheduler.measure.subprocess_pipe import Children
+from scheduler.measure.subprocess_pipe import Children, Limits
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
     OnDevice,
@@ -75,7 +71,7 @@ def start_runner(
     if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:
             raise WorkerError(out_of_reach(operation))
-        safe_text.warn(
+        text.warn_safely(
             f"{out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
             "waits for one that hangs"
         )
@@ -135,7 +131,7 @@ class Pool:
 
     def __init__(self, gpu: Gpu, options: RunnerOptions | None = None, compilers: Compilers | None = None) -> None:
         options = options or RunnerOptions()
-        gpu_lock.require(gpu.uuid)
+        require_device_lock(gpu.uuid)
         if gpu.free_bytes < 2 * CONTEXT_BYTES:
             raise WorkerError(
                 f"the GPU has {gpu.free_bytes / GIB:.1f} GiB free, measuring needs {2 * CONTEXT_BYTES / GIB:.0f}; "
@@ -266,7 +262,7 @@ class Pool:
             result = self._measuring.request(request, self._limits.of(task), self._limits.ended)
         if result.refused and not self._warned:
             self._warned = True
-            safe_text.warn(f"candidates are compiled once more, where they are measured: {result.refused}")
+            text.warn_safely(f"candidates are compiled once more, where they are measured: {result.refused}")
         if result.lost and result.retryable:
             raise DeviceLost(f"the device takes no measuring process: {result.lost}")
         return result.outcome
@@ -356,7 +352,7 @@ class Pool:
         """Returns whether a problem can be held together with those already held."""
         if not self._held or to_itself or self._alone:
             return not self._held
-        needed = sum(needed_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._held, what))
+        needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._held, what))
         return needed <= self._memory_bytes
 
     def _known(self, task: Task) -> Programs | None:

@@ -17,7 +17,7 @@ Do = Literal["measure", "again", "confirm", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
+class Init:
     """The first message to a process.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ready:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unable:
+class InitFailed:
     """The reply to `Hello` if no device was found."""
 
     reason: str
@@ -105,7 +105,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Announcement:
+class StepStarted:
     """Sent before each step of a request, so that a watching process knows in which step this one hangs."""
 
     step: Step
@@ -146,17 +146,17 @@ class Defect:
 
 
 Reply = Answer | Raised | Defect
-Message = Hello | Ready | Unable | Request | Announcement | Reply
+Message = Init | Ready | InitFailed | Request | StepStarted | Reply
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        Hello,
+        Init,
         Ready,
-        Unable,
+        InitFailed,
         Held,
         Programs,
         Request,
-        Announcement,
+        StepStarted,
         Answer,
         Raised,
         Defect,

@@ -19,12 +19,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import checked, codec, hardware
+from scheduler.core import arguments, codec, hardware
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.files import read_bytes, unzipped
-from scheduler.core.identity import Point, point_of
-from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
-from search_spaces import spelled
+from scheduler.core.records import (
+    L2,
+    Failure,
+    Measurement,
+    Outcome,
+    Point,
+    Schedule,
+    Sweep,
+    Trial,
+    choice_text,
+    point_of,
+)
+from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.measure.runner import Task
@@ -162,8 +172,8 @@ class Replay:
     searches = 1
 
     def __init__(self, path: str | Path, *, seed: int | None = None, slots: int = 1) -> None:
-        self.path, self.slots = Path(path), checked.whole("slots", slots)
-        self._seed = None if seed is None else checked.seed(seed)
+        self.path, self.slots = Path(path), arguments.checked_integer("slots", slots)
+        self._seed = None if seed is None else arguments.checked_seed(seed)
         self.sweep, trials = read(self.path)
         self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment
@@ -205,7 +215,7 @@ class Replay:
         held = self.sweep
         if (task.operation.name, task.problem.canonical()) != (held.operation, held.problem):
             raise NotRecorded(
-                f"{self.path} holds {held.operation} {spelled(held.operation, held.problem)}, "
+                f"{self.path} holds {held.operation} {format_problem(held.operation, held.problem)}, "
                 f"not {task.operation.name} {task.problem}"
             )
         which = point_of(task.backend, task.schedule)

@@ -8,15 +8,14 @@ import importlib.metadata
 from datetime import UTC, datetime
 from typing import Any, Protocol, runtime_checkable
 
-from scheduler.core import checked
+from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
-from scheduler.measure.bench import Bench
-from scheduler.measure.benches_at_hand import BenchesAtHand
+from scheduler.measure.bench import Bench, BenchesAtHand
+from scheduler.measure.buffers import least_buffer_bytes
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.rotation import least_bytes
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -50,12 +49,12 @@ class RunnerOptions:
     keep_programs: bool = True
 
     def __post_init__(self) -> None:
-        checked.whole("device", self.device, least=0)
-        checked.whole_or_none("workers", self.workers)
-        checked.whole_or_none("searches", self.searches)
-        checked.positive_or_none("compile_timeout_s", self.compile_timeout_s)
-        checked.positive_or_none("run_timeout_s", self.run_timeout_s)
-        checked.text("hardware", self.hardware)
+        arguments.checked_integer("device", self.device, least=0)
+        arguments.checked_integer_or_none("workers", self.workers)
+        arguments.checked_integer_or_none("searches", self.searches)
+        arguments.checked_positive_or_none("compile_timeout_s", self.compile_timeout_s)
+        arguments.checked_positive_or_none("run_timeout_s", self.run_timeout_s)
+        arguments.checked_text("hardware", self.hardware)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +205,7 @@ def environment(driver: str) -> Environment:
 
 def require_memory(operation: Operation[Any], problem: Problem, free_bytes: int) -> None:
     """Raises NoCandidate if `free_bytes` cannot hold the operands and the results of `problem`."""
-    if (least := least_bytes(problem)) > free_bytes:
+    if (least := least_buffer_bytes(problem)) > free_bytes:
         raise NoCandidate(
             f"{operation.name} {problem}: its operands and result take {least / GIB:.4g} GiB of memory, and the "
             f"device has {free_bytes / GIB:.3g} GiB for them"

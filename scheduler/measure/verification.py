@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import reference_programs
-from search_spaces.errors import DeclarationError
+from search_spaces import checking
 from search_spaces.problem import Problem, Tolerance
+from search_spaces.space import DeclarationError
 
 # Results with more elements than `MOST_COMPARED` (512 MiB of float32) are compared in that many elements only, in at
 # most `MOST_ROWS` rows.
@@ -67,7 +67,7 @@ def comparisons(
       expected: only the shapes and dtypes are used.
     """
     return tuple(
-        reference_programs.program(_compare, actual, right, rows, *_allowed(Tolerance(0.0, 0.0)), axis=axis)
+        checking.program_of(_compare, actual, right, rows, *_allowed(Tolerance(0.0, 0.0)), axis=axis)
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
     )
 

@@ -19,13 +19,11 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
-from scheduler.measure.bench import Bench
-from scheduler.measure.benches_at_hand import BenchesAtHand
-from scheduler.measure.blame import first_line
-from scheduler.measure.build import Builder, Built, Step
-from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.bench import Bench, BenchesAtHand
+from scheduler.measure.build import Builder, Built, Step, first_line
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Answer, Held, Hello, Programs, Request
+from scheduler.measure.protocol import Answer, Held, Init, Programs, Request
+from scheduler.measure.subprocess_pipe import converse, loads_otherwise
 from search_spaces import load
 from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -38,7 +36,7 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
 class Measuring:
     """Serves requests for candidates on the device that `hello` names."""
 
-    def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
+    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
         # Name the platform: given several platforms, JAX silently skips one that does not start.
         self.target = chips.target_of(jax.devices(hello.platform)[0])
         infer_layouts_sooner()

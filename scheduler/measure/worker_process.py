@@ -18,9 +18,8 @@ from scheduler.core.hardware import GIB
 from scheduler.core.records import Failure, Outcome
 from scheduler.measure import absent_gpu, protocol
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.limits import START_LIMIT_S
 from scheduler.measure.runner import Task
-from scheduler.measure.subprocess_pipe import Child, Children, Ended, Limit, Overrun
+from scheduler.measure.subprocess_pipe import START_LIMIT_S, Child, Children, Ended, Limit, Overrun
 from search_spaces import locate
 from search_spaces.kernel import Target
 from search_spaces.operation import Operation
@@ -63,7 +62,7 @@ class Main(Protocol):
     """
 
     module: str
-    hello: protocol.Hello
+    hello: protocol.Init
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the process."""
@@ -81,7 +80,7 @@ class OnDevice:
 
     def __init__(self, gpu: Gpu, programs: str, keep_programs: bool = True) -> None:
         self._gpu, self._keep_programs = gpu, keep_programs
-        self.hello = protocol.Hello(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
+        self.hello = protocol.Init(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
 
     def environment(self) -> dict[str, str]:
         own = inherited()
@@ -112,14 +111,14 @@ class Compiler:
     """
 
     module = "scheduler.measure.compile_process"
-    hello: protocol.Hello
+    hello: protocol.Init
 
     def __init__(self, programs: str) -> None:
         self._programs = programs
 
     def aim(self, target: Target) -> None:
         """Sets the chip to compile for."""
-        self.hello = protocol.Hello("", target.platform, self._programs, target=target)
+        self.hello = protocol.Init("", target.platform, self._programs, target=target)
 
     def environment(self) -> dict[str, str]:
         # One core per process, because the compilations of several candidates run in parallel.
@@ -259,7 +258,7 @@ class WorkerProcess:
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error
         if not isinstance(reply, protocol.Ready):
-            reason = reply.reason if isinstance(reply, protocol.Unable) else reply
+            reason = reply.reason if isinstance(reply, protocol.InitFailed) else reply
             raise WorkerError(f"a worker process found no device: {reason}")
         self.target = reply.target
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Environment, Measurement, Observation, Trial, variant_of
+from scheduler.model.constants import MIN_RESIDUALS, Covariance, ProblemPoint, fitted
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from scheduler.model.residuals import LEAST, Covariance, ProblemPoint, fitted
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -135,7 +135,7 @@ def fit(
     For a library with at least `LEAST` problems, also fits the fixed time of one of its kernels.
     """
     constants, model = {}, CostModel(hardware)
-    if kernel.library and len(seen) >= LEAST:
+    if kernel.library and len(seen) >= MIN_RESIDUALS:
         constants["library_s"] = min(_LIBRARY_S, key=lambda library_s: _spread(_with(model, library_s), seen))
         model = _with(model, constants["library_s"])
     errors = [_errors(kernel, model, one) for one in seen]

@@ -5,20 +5,193 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
-from scheduler.model.cost import CostModel
-from scheduler.model.overheads import BY_ARCHITECTURE, Constants
-from scheduler.model.residuals import Covariance, ProblemPoint, Residuals
-from scheduler.store import patience
+from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
+from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+# ------------------------------------------------------------------------------
+# Correction of the cost model's times for a kernel, learned from measured problems.
+#
+# The correction is a Gaussian process of ``log(measured / predicted)`` over problems (Rasmussen and Williams, Gaussian
+# Processes for Machine Learning, 2006, chapters 2, 4.2 and 5.4.1). It corrects the analytic prediction near measured
+# problems, and tends to nearly zero far from all of them. It also estimates the uncertainty of the corrected time.
+
+Array = npt.NDArray[np.float64]
+
+# Minimum number of problems for a fit; with fewer, the defaults apply.
+MIN_RESIDUALS = 8
+# Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
+_OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
+# Standard deviation of the error that all problems share, in log time.
+_LEVEL = 0.05
+# The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
+_SMALL_S, _SMALLEST = 1e-6, 0.5
+_ALIGNED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Covariance:
+    """Covariance of errors between problems, in log time; `fitted` selects the most likely one.
+
+    Attributes:
+      deviation: standard deviation of the error component that changes smoothly with the problem.
+      small_deviation: increase of `deviation` for short launches, multiplied by 1 us over the predicted time (at most
+        0.5).
+      noise, small_noise: the same for the component that differs between neighboring problems. Its two parts add as
+        variances.
+      doublings: length scale of the smooth component, in doublings of one size.
+    """
+
+    deviation: float = 0.05
+    small_deviation: float = 0.5
+    noise: float = 0.02
+    small_noise: float = 0.5
+    doublings: float = 4.0
+
+    @classmethod
+    def of(cls, constants: Mapping[str, float]) -> Covariance:
+        """Returns the covariance in a calibration's constants; missing or out-of-range values have their defaults."""
+        found = {field.name: constants.get(f"residual_{field.name}", math.nan) for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in found.items() if 0 <= value < math.inf and _fits(name, value)})
+
+    def named(self) -> dict[str, float]:
+        """Returns the covariance as constants of a calibration."""
+        return {f"residual_{name}": value for name, value in dataclasses.asdict(self).items()}
+
+
+def _fits(name: str, value: float) -> bool:
+    return value > 0 or name.startswith("small_") or name == "deviation"
+
+
+_GRID = tuple(
+    itertools.starmap(
+        Covariance, itertools.product((0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0))
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProblemPoint:
+    """A problem as an input of the Gaussian process.
+
+    Attributes:
+      problem: the problem.
+      predicted_s: the predicted time, in seconds.
+    """
+
+    problem: Problem
+    predicted_s: float
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, float]:
+        """The log2 of the positive integers among its coordinates."""
+        return {n: math.log2(int(x)) for n, x in self.problem.coordinates().items() if _is_size(x)}
+
+    @functools.cached_property
+    def others(self) -> Mapping[str, object]:
+        return {n: x for n, x in self.problem.coordinates().items() if not _is_size(x)}
+
+    @functools.cached_property
+    def alignment(self) -> float:
+        """The log2 of the largest power of two, up to 16, that divides the row bytes of all arrays.
+
+        Fast loads require 16 bytes (TMA, and cuBLAS for its fast kernels).
+        """
+        arrays = [s for s in (*self.problem.operands(), *self.problem.results()) if len(s.shape) > 1]
+        return math.log2(min((math.gcd(s.shape[-1] * s.dtype.itemsize, _ALIGNED) for s in arrays), default=_ALIGNED))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """Measured errors of one kernel on one chip.
+
+    Attributes:
+      places: the measured problems.
+      errors: ``log(measured / predicted)`` of each problem.
+      covariance: the covariance of the errors.
+    """
+
+    places: tuple[ProblemPoint, ...] = ()
+    errors: tuple[float, ...] = ()
+    covariance: Covariance = dataclasses.field(default_factory=Covariance)
+
+    def at(self, place: ProblemPoint) -> tuple[float, float]:
+        """Returns the expected error at `place` and its standard deviation, both in log time."""
+        places = (*self.places, place)
+        small = _small(places)
+        signal, noise = _signal(_distances(places), small, self.covariance), _noise(small, self.covariance)
+        cross = signal[:-1, -1]
+        solved = np.linalg.solve(signal[:-1, :-1] + np.diag(noise[:-1]), np.stack([np.array(self.errors), cross]).T)
+        variance = signal[-1, -1] - cross @ solved[:, 1] + noise[-1]
+        return float(cross @ solved[:, 0]), math.sqrt(max(float(variance), 0.0))
+
+
+def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covariance:
+    """Returns the covariance with the largest marginal likelihood of these errors, from a grid."""
+    if len(places) < MIN_RESIDUALS:
+        return Covariance()
+    distances, small, y = _distances(places), _small(places), np.array(errors)
+
+    def cost(c: Covariance) -> float:
+        lower = np.linalg.cholesky(_signal(distances, small, c) + np.diag(_noise(small, c)))
+        whitened = np.linalg.solve(lower, y)
+        return float(whitened @ whitened / 2 + np.log(np.diag(lower)).sum())
+
+    return min(_GRID, key=cost)
+
+
+def _distances(places: Sequence[ProblemPoint]) -> tuple[Array, Array]:
+    """Returns two squared distances between all pairs: of sizes in doublings, and of other fields in length scales."""
+    names = sorted({name for place in places for name in (*place.sizes, *place.others)})
+    sizes = np.array([[place.sizes.get(name, np.nan) for name in names] for place in places])
+    codes: dict[object, int] = {}
+    others = np.array(
+        [
+            [-1 if name in p.sizes else codes.setdefault((name, p.others.get(name)), len(codes)) for name in names]
+            for p in places
+        ]
+    )
+    alignments = np.array([place.alignment for place in places])
+    doublings = np.nan_to_num(sizes[:, None] - sizes[None]) ** 2
+    fields = (others[:, None] != others[None]).sum(axis=-1) * _OTHER_FIELD**2
+    return doublings.sum(axis=-1), fields + ((alignments[:, None] - alignments[None]) * _ALIGNMENT) ** 2
+
+
+def _small(places: Sequence[ProblemPoint]) -> Array:
+    """Returns the variation of the fixed time of a launch, relative to the predicted time."""
+    return np.minimum(_SMALL_S / np.array([place.predicted_s for place in places]), _SMALLEST)
+
+
+def _signal(distances: tuple[Array, Array], small: Array, c: Covariance) -> Array:
+    """Returns a Matern 5/2 covariance with a time-dependent deviation, plus a constant level."""
+    doublings, others = distances
+    r = np.sqrt(5 * (doublings / c.doublings**2 + others))
+    deviation = c.deviation + c.small_deviation * small
+    covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation) + _LEVEL**2
+    return covariance
+
+
+def _noise(small: Array, c: Covariance) -> Array:
+    return c.noise**2 + (c.small_noise * small) ** 2
+
 
 _log = logging.getLogger("scheduler")
 
@@ -117,9 +290,11 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
 
     def own() -> Iterable[Calibration]:
         with contextlib.closing(store.Store(user_url)) as kept:
-            if patience.given_up(kept.location):
+            if cache.has_given_up(kept.location):
                 return ()
-            return patience.patiently(kept.location, lambda: kept.calibrations(hardware=hardware, operation=operation))
+            return cache.call_with_timeout(
+                kept.location, lambda: kept.calibrations(hardware=hardware, operation=operation)
+            )
 
     found: dict[str, Calibration] = {}
     for read in (shipped, *((own,) if user_url else ())):

@@ -6,20 +6,23 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from scheduler.core.backends import allowed_backends
+from scheduler.core.arguments import allowed_backends
+from scheduler.core.errors import MalformedRecord
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point, family_of, key_of, point_of
-from scheduler.core.ranges import Range
-from scheduler.core.records import TIE, Entry, Key, Record, Schedule
+from scheduler.core.neighbours import Range
+from scheduler.core.records import TIE, Entry, Key, Point, Record, Schedule, families_of, family_of, key_of, point_of
 from scheduler.model.constants import calibrations, model_of
-from scheduler.prediction.choice import modelled_s
-from scheduler.prediction.predict import Answer, predict
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.predict import Answer, modelled_s, predict
+from scheduler.prediction.transfer import TELLING, near, recheck
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.store.store import Store
+
 
 # The minimum additional gain for a schedule that the model selects from both records and that was never timed.
 MODEL_GAIN = 0.10
@@ -27,7 +30,7 @@ Find = Callable[[Key], Iterable[Record]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Between:
+class RangeAnswer:
     """A schedule that was selected from a range.
 
     Attributes:
@@ -69,7 +72,7 @@ def between(
     *,
     backends: frozenset[str] | None = None,
     shared_only: bool = False,
-) -> Between | str:
+) -> RangeAnswer | str:
     """Selects a schedule from the ranges that contain `problem`.
 
     Returns "" if no range contains it, or a text that gives the reasons if no range can be used. Among several ranges,
@@ -94,7 +97,7 @@ def between(
     for _, _, one, ends in sorted(lying, key=lambda each: each[:2]):
         asked = _Asked(operation, problem, hardware, allowed_backends(operation, backends), shared_only)
         found = _answer(asked, one, ends, find)
-        if isinstance(found, Between):
+        if isinstance(found, RangeAnswer):
             return found
         reasons.append(f"the range {one.field}={one.low}..{one.high} does not answer: {found}")
     return "; ".join(dict.fromkeys(reasons))
@@ -177,7 +180,7 @@ def _around(of: Range, operation: Operation[Any], problem: Problem, hardware: Ha
     return of.around(value) if family_of(problem, of.field) == of.problem else None
 
 
-def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Between | str:
+def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> RangeAnswer | str:
     operation, problem, hardware = asked.operation, asked.problem, asked.hardware
     low, high = (_held(asked, of.field, value, find) for value in ends)
     for value, held in zip(ends, (low, high), strict=True):
@@ -218,8 +221,10 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
     if model.ranked and promised > gain - math.log(1 - MODEL_GAIN):
         version = operation.kernel(model.backend).version
         predicted_s = base_s / math.exp(promised)
-        return Between(of, *ends, model.backend, version, model.schedule, predicted_s, base_s, estimated, model.reason)
-    return Between(of, *ends, best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s, estimated)
+        return RangeAnswer(
+            of, *ends, model.backend, version, model.schedule, predicted_s, base_s, estimated, model.reason
+        )
+    return RangeAnswer(of, *ends, best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s, estimated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,3 +313,48 @@ class _Gains:
         gain = held.gain(point)
         there = self.asked.modelled_gain(held.problem, entry.backend, entry.schedule) if held.timed(point) else None
         return gain if there is None else gain + min(0.0, here - there)
+
+
+# ------------------------------------------------------------------------------
+# Reads the data for a prediction about one problem from a store.
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The stored data that `between.answer` and `predict` need.
+
+    Attributes:
+      records: records of the problem itself, of the most similar problems, and at the points of the ranges.
+      ranges: the ranges that may contain the problem.
+    """
+
+    records: Sequence[Record] = ()
+    ranges: Sequence[Range] = ()
+
+
+def read(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> Evidence:
+    """Reads one store's data for a problem; malformed records are skipped.
+
+    Raises:
+      StoreError: the store cannot be read.
+    """
+    question = near(operation, problem, hardware, within=TELLING)
+    similar = store.nearest(question, estimated=False) or store.nearest(question, estimated=True)
+    ranges = store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families_of(problem))
+    keys = [key_of(operation, problem, hardware), *point_keys(operation, problem, hardware, ranges)]
+    return Evidence([*_held_evidence(store, keys), *similar], ranges)
+
+
+def _held_evidence(store: Store, keys: Iterable[Key]) -> list[Record]:
+    found = []
+    for key in dict.fromkeys(keys):
+        with contextlib.suppress(MalformedRecord):  # a direct request for this record reports the error
+            if (record := store.get(key)) is not None:
+                found.append(record)
+    return found
+
+
+def merged(parts: Iterable[Evidence]) -> Evidence:
+    """Merges the evidence of several stores; the first store takes precedence."""
+    several = list(parts)
+    return Evidence([r for each in several for r in each.records], [r for each in several for r in each.ranges])

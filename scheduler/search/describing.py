@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from optuna.distributions import BaseDistribution
 
-from scheduler.search.parameters import BACKEND, distributions_of, name_of, parameters, suggested
+from scheduler.search.samplers import BACKEND, distributions_of, name_of, parameters_of, suggested_schedule
 from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -37,6 +37,6 @@ class Describing:
 
     def __call__(self, which: Tried) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
         """Returns the parameters of a candidate or trial. Fields that records omit have their defaults."""
-        found = parameters(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
+        found = parameters_of(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
         named = {name: value for name, value in found.items() if name in self._distributions}
-        return {n: suggested(self._distributions[n], value) for n, value in named.items()}, self._distributions
+        return {n: suggested_schedule(self._distributions[n], value) for n, value in named.items()}, self._distributions

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
+import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from scheduler.core.quantities import share_text
-from scheduler.core.records import TIE, Failure, Measurement, Outcome, Verdict
+from scheduler.core.interrupts import Threads
+from scheduler.core.records import TIE, AllFailed, Failure, Measurement, Outcome, Trial, Verdict
+from scheduler.core.text import share_text
 from scheduler.measure import timer
+from scheduler.measure.runner import Runner
+from scheduler.search.trials import Trials
 
 # Under load, a device's clocks drift by less than this share. A larger drift is noted, and the affected rounds are
 # repeated.
@@ -23,7 +29,7 @@ MOST_ROUNDS = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Rival:
+class Contender:
     """A finalist of the run-off.
 
     Attributes:
@@ -59,8 +65,8 @@ Round = dict[str, Measurement]
 
 
 def race(
-    rivals: Sequence[Rival],
-    time_again: Callable[[Rival], Outcome],
+    rivals: Sequence[Contender],
+    time_again: Callable[[Contender], Outcome],
     *,
     seed: int = 0,
     fewest_rounds: int = FEWEST_ROUNDS,
@@ -83,7 +89,7 @@ def race(
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
 
-    def one_round(taking_part: Sequence[Rival]) -> Round:
+    def one_round(taking_part: Sequence[Contender]) -> Round:
         times: Round = {}
         for rival in order.sample(taking_part, len(taking_part)):
             match time_again(rival):
@@ -124,8 +130,8 @@ def race(
 
 
 def _compared(
-    running: Sequence[Rival], ran: Sequence[Rival], rounds: Sequence[Round]
-) -> tuple[list[Rival], list[Round]]:
+    running: Sequence[Contender], ran: Sequence[Contender], rounds: Sequence[Round]
+) -> tuple[list[Contender], list[Round]]:
     """Returns the remaining rivals and the rounds. If all failed, returns the removed ones and their common rounds."""
     if left := [rival for rival in running if rival in ran]:
         return left, list(rounds)
@@ -133,8 +139,8 @@ def _compared(
 
 
 def _decided(
-    ran: Sequence[Rival],
-    running: Sequence[Rival],
+    ran: Sequence[Contender],
+    running: Sequence[Contender],
     rounds: Sequence[Round],
     failures: Mapping[str, Failure],
     notes: list[str],
@@ -163,7 +169,7 @@ def _decided(
     )
 
 
-def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
+def rank_once(times: Mapping[Contender, Measurement]) -> Result:
     """Returns the result from one time per rival, for deterministic times. Ties are resolved as in `race`."""
     fastest_s = min(measured.median_s for measured in times.values())
     tied = [rival for rival, measured in times.items() if measured.median_s <= (1 + TIE) * fastest_s]
@@ -177,7 +183,7 @@ def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
     )
 
 
-def _first(tied: Sequence[Rival]) -> Rival:
+def _first(tied: Sequence[Contender]) -> Contender:
     """Returns the winner of a tie."""
     return min(tied, key=lambda r: (r.yields, not r.library, r.onchip_bytes, len(r.label), r.label))
 
@@ -246,7 +252,7 @@ def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
     return min(labels, key=lambda label: (statistics.median(r[label] for r in relatives), label))
 
 
-def _sentinel(running: Sequence[Rival], rounds: Sequence[Round]) -> str:
+def _sentinel(running: Sequence[Contender], rounds: Sequence[Round]) -> str:
     """Returns the rival used to measure the drift of the device: the leader."""
     return _leader([r.label for r in running], rounds)
 
@@ -265,3 +271,80 @@ def _drift(sentinel: str, rounds: Sequence[Round]) -> float:
     """Returns the relative excess of the sentinel's slowest round over its fastest."""
     times = [times[sentinel].median_s for times in rounds if sentinel in times]
     return max(times) / min(times) - 1
+
+
+# ------------------------------------------------------------------------------
+# The end of a search: selects the finalists, runs the run-off, and lists backends of which every candidate failed.
+
+FINALISTS = 4
+# A record keeps the winner, the runner-up, and the best of each other backend.
+KEPT_FINALISTS = 2
+T = TypeVar("T", bound=Hashable)
+
+
+def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: Runner) -> list[int]:
+    """Returns the fastest few and the best of each backend, all confirmed on other inputs and a neighbouring problem.
+
+    A candidate that is not confirmed becomes a failure, and the next best takes its place. The list is empty if none is
+    left.
+    """
+    confirmed: set[int] = set()
+    while True:
+        ranked = trials.measured()
+        chosen = fastest_finalists(ranked, FINALISTS, lambda index: trials.ended[index].backend)
+        asked = [index for index in chosen if index not in confirmed]
+        if not asked:
+            return chosen
+        with Threads[int, Failure | None](runner.slots, runner.close) as threads:
+            for index, failure in threads.map(confirm, asked):
+                confirmed.add(index)
+                if failure is not None:
+                    trials.refute(index, failure)
+
+
+def fastest_finalists(ranked: Sequence[T], count: int, backend: Callable[[T], str]) -> list[T]:
+    """Returns the first `count` of `ranked`, followed by the first of each other backend."""
+    best: dict[str, T] = {}
+    for one in ranked:
+        best.setdefault(backend(one), one)
+    return list(dict.fromkeys([*ranked[:count], *best.values()]))
+
+
+def run_off_finalists(
+    runner: Runner, rivals: Sequence[Contender], time_again: Callable[[Contender], Outcome], *, seed: int
+) -> Result:
+    """Runs a race on the device of `runner`. The verdict also notes failures and other processes on the device."""
+    others = runner.others()
+    most_rounds = FEWEST_ROUNDS if runner.hardware.abilities.interpreted else MOST_ROUNDS
+    with Threads[Contender, Outcome](1, runner.close) as threads:  # so that Ctrl-C need not wait for a trial
+        one_by_one = functools.partial(threads.call, time_again)
+        ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)
+    others = max(others, runner.others())
+    notes = [
+        *ended.verdict.notes,
+        *(f"{label} failed when it ran again: {failure}" for label, failure in ended.failures.items()),
+    ]
+    if others:
+        notes.append(f"{others} other process{'es were' if others > 1 else ' was'} on the device")
+    return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
+
+
+# Numbers that differ between failures with the same cause (size, position, amount), but not line numbers.
+_NUMBER = re.compile(r"(?<![:.\d])[-+]?(\d[\d.]*(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
+
+
+def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
+    """Yields the backends that were tried without success, each with its most common failure."""
+    outcomes: dict[str, list[Outcome]] = {}
+    for trial in trials:
+        outcomes.setdefault(trial.backend, []).append(trial.outcome)
+    for backend, ended in outcomes.items():
+        each = [outcome for outcome in ended if isinstance(outcome, Failure)]
+        if len(each) < len(ended):
+            continue
+        alike: dict[tuple[str, str], list[Failure]] = {}
+        for failure in each:
+            alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
+        # Failures for lack of memory, or of a process, tell less about the kernel than failures of its own code.
+        most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
+        yield AllFailed(backend, len(each), most[0], len(most))

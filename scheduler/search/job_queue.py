@@ -6,14 +6,186 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
+from scheduler.core.errors import DeviceLost, ExecutorLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S
+from scheduler.core.progress import Progress
 from scheduler.core.records import Record
+from scheduler.measure.compilers import Compilers, count_of
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.model.constants import model_of
-from scheduler.search.places import Place
-from scheduler.search.task import Task
+from scheduler.search import tuner
+from scheduler.search.task import SearchOptions, Task
+from scheduler.search.trials import TrialStore
+from search_spaces.operation import Operation
+
+# ------------------------------------------------------------------------------
+# Executors of a job's problems ("places"): their interface, and local devices that implement it.
+
+
+class Executor(Protocol):
+    """Tunes whole problems, each on one device from its first trial to the end of its final comparison.
+
+    Only one thread at a time calls `open` or `close`. Up to `searches` threads call `search`, always between two calls
+    of `open`. `close` may be called while another thread is in `open` or `search`.
+
+    Attributes:
+      name: for messages: "GPU 2".
+      hardware: the chip; set by `open`.
+      searches: number of problems tuned at once; set by `open`.
+    """
+
+    name: str
+    hardware: Hardware
+    searches: int
+
+    def open(self) -> None:
+        """Starts the processes that run candidates, unless they are running. Blocks.
+
+        It is also called after `search` raised `PlaceLost`.
+
+        Raises:
+          SchedulerError: the place cannot start; it is not used again.
+        """
+
+    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+        """Searches one problem without reading its record in `store`; the caller holds the lease. Blocks.
+
+        Args:
+          store: has earlier trials and similar problems. On return it has all trials and the record, as far as writes
+            succeeded. Only this process writes to it.
+          progress: called before the first trial and after each, from any thread.
+
+        Raises:
+          PlaceLost: the place was lost, for reasons unrelated to the problem: retry the problem at another place.
+          SchedulerError: as `tuner.tune`; the problem failed.
+        """
+
+    def close(self) -> None:
+        """Closes the place for good. Running searches raise an error soon."""
+
+
+class DeviceExecutor:
+    """A local device: one runner, started on first use.
+
+    Args:
+      start: starts the runner.
+      name: for messages.
+      owned: whether the runner is closed with the place.
+      compilers: compile processes shared by the places of a host; each place closes them once.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Runner],
+        name: str = "the device",
+        *,
+        owned: bool = True,
+        compilers: Compilers | None = None,
+    ) -> None:
+        self.name = name
+        self.hardware: Hardware
+        self.searches = 1
+        self._start, self._owned, self._compilers = start, owned, compilers
+        self._lock = threading.Lock()
+        self._runner: Runner | None = None
+        self._closed = False
+
+    @classmethod
+    def of(cls, runner: Runner) -> DeviceExecutor:
+        """Returns the place of a runner that the caller has started and will close."""
+        return cls(lambda: runner, owned=False)
+
+    @classmethod
+    def for_(
+        cls,
+        operation: Operation[Any],
+        options: RunnerOptions | None = None,
+        name: str = "the device",
+        compilers: Compilers | None = None,
+    ) -> DeviceExecutor:
+        """Returns the device of `options`, run in other processes if those can load `operation`."""
+        return cls(lambda: start_runner(operation, options, compilers), name, compilers=compilers)
+
+    def open(self) -> None:
+        if self._runner is not None:
+            return
+        runner = self._start()
+        with self._lock:
+            self._runner = runner
+        if self._closed:  # closed while the runner was starting
+            self._end(runner)
+            raise WorkerError(f"{self.name} was closed")
+        self.hardware, self.searches = runner.hardware, runner.searches
+
+    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+        if (runner := self._runner) is None:  # lost, as another search has found
+            raise ExecutorLost(f"{self.name} was lost")
+        try:
+            runner.capacity(task.operation, task.problem, how.l2)  # raises if the problem does not fit in memory
+            return tuner.search(
+                task.operation,
+                task.problem,
+                runner,
+                backends=task.backends,
+                first_error=how.first_error,
+                budget=task.budget,
+                seconds=task.seconds,
+                seed=how.seed,
+                sampler=how.sampler,
+                l2=how.l2,
+                store=store,
+                progress=progress,
+                first=task.first,
+                brief=task.brief,
+            )
+        except WorkerError as error:
+            ended = self._runner is not runner and not self._closed  # by another search, after the device was lost
+            if not ended and not isinstance(error, DeviceLost):
+                raise
+            self._end(runner)
+            raise ExecutorLost(str(error)) from error
+
+    def close(self) -> None:
+        first, self._closed = not self._closed, True
+        if (runner := self._runner) is not None:
+            self._end(runner)
+        if first and self._compilers is not None:
+            self._compilers.close()
+
+    def _end(self, runner: Runner) -> None:
+        """Closes the runner, unless another thread has."""
+        with self._lock:
+            mine = self._runner is runner
+            self._runner = None if mine else self._runner
+        if mine and self._owned:
+            runner.close()
+
+
+def gpu_executors(
+    operation: Operation[Any], indices: Sequence[int], options: RunnerOptions | None = None
+) -> list[DeviceExecutor]:
+    """Returns the visible GPUs with these indices. They share the compile processes of this host.
+
+    Args:
+      operation: one of the operations to tune.
+      options: of the runner of each; `device` is ignored.
+    """
+    options = options or RunnerOptions()
+    if len(indices) == 1:
+        return [DeviceExecutor.for_(operation, dataclasses.replace(options, device=indices[0]), f"GPU {indices[0]}")]
+    share = options.workers or max(1, count_of(None) // len(indices))
+    compilers = Compilers(share * len(indices), users=len(indices))
+    each = dataclasses.replace(options, workers=share)
+    return [
+        DeviceExecutor.for_(operation, dataclasses.replace(each, device=index), f"GPU {index}", compilers)
+        for index in indices
+    ]
+
 
 # Delay before retrying a problem that another process is tuning.
 AGAIN_S = 1.0
@@ -40,7 +212,7 @@ class Queued:
     task: Task
     expected_s: float
     held: Record | str
-    lost_on: Place | None = None
+    lost_on: Executor | None = None
     busy: int = 0
     not_before_s: float = 0.0
 
@@ -69,12 +241,12 @@ class Queue:
             self._waiting += searches
             self._changed.notify_all()
 
-    def opened(self, place: Place) -> None:
+    def opened(self, place: Executor) -> None:
         """Marks `place` as available, for the first time or again."""
         with self._changed:
             self._at.setdefault(id(place), _At(place)).lost = False
 
-    def take(self, place: Place) -> Queued | None:
+    def take(self, place: Executor) -> Queued | None:
         """Returns the next search for `place`, or None when all have ended or the place is lost. Blocks.
 
         It blocks while no search can start at this place. Call `done`, `put_aside` or `lose` afterwards.
@@ -91,17 +263,17 @@ class Queue:
                 self._changed.wait(WAKE_S)
         return None
 
-    def done(self, place: Place) -> None:
+    def done(self, place: Executor) -> None:
         """Marks a search that ran at `place` as finished."""
         self._give_back(place)
 
-    def put_aside(self, search: Queued, place: Place) -> None:
+    def put_aside(self, search: Queued, place: Executor) -> None:
         """Requeues a search that another process is running. It is retried after all others have started."""
         search.busy += 1
         search.not_before_s = time.monotonic() + AGAIN_S
         self._give_back(place, search, -1)
 
-    def lose(self, search: Queued, place: Place) -> None:
+    def lose(self, search: Queued, place: Executor) -> None:
         """Requeues a search that was running when `place` was lost.
 
         Another place takes it next, or the same place after it is `opened` again.
@@ -110,7 +282,7 @@ class Queue:
             search.lost_on, self._at[id(place)].lost = place, True
             self._give_back(place, search, 0)
 
-    def leave(self, place: Place) -> list[Queued]:
+    def leave(self, place: Executor) -> list[Queued]:
         """Removes a place for good. Returns the waiting searches if it was the last place."""
         with self._changed:
             self._at.pop(id(place), None)
@@ -127,7 +299,7 @@ class Queue:
             self._ended = True
             self._changed.notify_all()
 
-    def _give_back(self, place: Place, search: Queued | None = None, at: int = 0) -> None:
+    def _give_back(self, place: Executor, search: Queued | None = None, at: int = 0) -> None:
         with self._changed:
             self._at[id(place)].under_way -= 1
             if search is not None:
@@ -156,7 +328,7 @@ class Queue:
 class _At:
     """A place, the number of searches running there, and whether it takes none until it is opened again."""
 
-    place: Place
+    place: Executor
     under_way: int = 0
     lost: bool = False
 

@@ -11,21 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from scheduler.core.errors import CandidateFailed, NoCandidate, PlaceLost, SchedulerError, StoreError, WorkerError
+from scheduler.core.errors import CandidateFailed, ExecutorLost, NoCandidate, SchedulerError, StoreError, WorkerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
+from scheduler.core.interrupts import Threads
 from scheduler.core.progress import JobPace, JobProgress, Progress
-from scheduler.core.records import Entry, Key, Record
-from scheduler.core.threads import Threads
-from scheduler.search.before import before, stored_now
-from scheduler.search.job_queue import Queue, Queued, expected_s
-from scheduler.search.places import Place
+from scheduler.core.records import Entry, Key, Record, key_of
+from scheduler.search.baseline import before, is_current, stored_now
+from scheduler.search.job_queue import Executor, Queue, Queued, expected_s
 from scheduler.search.ranges import RangeRun
-from scheduler.search.settled import settled
-from scheduler.search.task import How, RangeTask, Result, Task
+from scheduler.search.task import RangeTask, Result, SearchOptions, Task
 from scheduler.store.lease import Lease, Others, leased_if_free
 from scheduler.store.store import Store
-from search_spaces.errors import DeclarationError
+from search_spaces.space import DeclarationError
 
 # A place is not used again after it was lost this often during a search, even if it can start.
 MOST_LOSSES = 2
@@ -74,9 +71,9 @@ class JobRun:
     def __init__(
         self,
         tasks: Sequence[Task | RangeTask],
-        places: Sequence[Place],
+        places: Sequence[Executor],
         store: Store,
-        how: How,
+        how: SearchOptions,
         pace: JobPace,
         *,
         in_order: bool,
@@ -108,7 +105,7 @@ class JobRun:
         for lease in list(self._leases):
             lease.close()
 
-    def serve(self, place: Place) -> None:
+    def serve(self, place: Executor) -> None:
         """Opens `place` and runs searches there until none is left."""
         try:
             self._serve(place)
@@ -120,7 +117,7 @@ class JobRun:
         self._queue.end()
         self.events.put(error)
 
-    def _serve(self, place: Place) -> None:
+    def _serve(self, place: Executor) -> None:
         lost = ""
         for _ in range(MOST_LOSSES):
             try:
@@ -135,9 +132,9 @@ class JobRun:
                 self._pace.lanes -= place.searches
             if not (lost := next(filter(None, reasons), "")):
                 return
-        self._give_up(place, PlaceLost(lost))
+        self._give_up(place, ExecutorLost(lost))
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: Executor) -> None:
         """Registers an opened place. The first one determines the chip, and all tasks are then reported or queued.
 
         Raises:
@@ -202,7 +199,7 @@ class JobRun:
         if (run := self._posed.pop(id(task), None)) is not None:
             self._pose(run, run.ended(task, result))
 
-    def _give_up(self, place: Place, error: SchedulerError) -> None:
+    def _give_up(self, place: Executor, error: SchedulerError) -> None:
         """Removes a place. If it was the last one, the waiting tasks fail; if none ever opened, the job fails."""
         with self._lock:
             self._refusals.append(f"{place.name}: {error}")
@@ -216,7 +213,7 @@ class JobRun:
                     self._tell(Result(search.task, "failed", reason, self._hardware), search)
                 left, self._new = self._new, []  # nor can the next tasks of ranges be searched
 
-    def _lane(self, place: Place) -> str:
+    def _lane(self, place: Executor) -> str:
         """Runs searches at an open place. Returns "" when none is left, or the reason why the place was lost."""
 
         while True:
@@ -229,7 +226,7 @@ class JobRun:
                 started = time.perf_counter()
                 try:
                     result = self._result(search, place, entering.close)
-                except PlaceLost as lost:
+                except ExecutorLost as lost:
                     if search.lost_on is None:
                         self._put_back(search, place, self._queue.lose)
                     else:
@@ -251,12 +248,12 @@ class JobRun:
             else:
                 self._end(search, place, dataclasses.replace(result, elapsed_s=time.perf_counter() - started))
 
-    def _put_back(self, search: Queued, place: Place, put: Callable[[Queued, Place], None]) -> None:
+    def _put_back(self, search: Queued, place: Executor, put: Callable[[Queued, Executor], None]) -> None:
         with self._lock:
             self._pace.put_back(search)
         put(search, place)
 
-    def _end(self, search: Queued, place: Place, result: Result | None) -> None:
+    def _end(self, search: Queued, place: Executor, result: Result | None) -> None:
         with self._lock:
             if result is None:
                 self._pace.end(search, searched=False)
@@ -266,7 +263,7 @@ class JobRun:
             self._put()
         self._queue.done(place)
 
-    def _result(self, search: Queued, place: Place, held_now: Callable[[], None]) -> Result | Literal["late"] | None:
+    def _result(self, search: Queued, place: Executor, held_now: Callable[[], None]) -> Result | Literal["late"] | None:
         """Returns the result of a search; None if another process is running it; "late" if no time is left for it.
 
         Args:
@@ -297,7 +294,7 @@ class JobRun:
                 self._leases.discard(lease)
 
     def _searched(
-        self, search: Queued, bounded: Task, place: Place, reason: str, held_now: Callable[[], None]
+        self, search: Queued, bounded: Task, place: Executor, reason: str, held_now: Callable[[], None]
     ) -> Result:
         task, hardware, store, resumed = search.task, place.hardware, self._store, 0
         had = stored_now(task, hardware, store)
@@ -324,7 +321,7 @@ class JobRun:
 
     def _held(self, task: Task, hardware: Hardware) -> Record | str:
         backends, l2, brief = task.backends, self._how.l2, task.brief
-        return settled(task.operation, task.problem, hardware, self._store, backends=backends, l2=l2, brief=brief)
+        return is_current(task.operation, task.problem, hardware, self._store, backends=backends, l2=l2, brief=brief)
 
 
 def _known(task: Task, record: Record, hardware: Hardware) -> Result:

@@ -10,19 +10,18 @@ import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scheduler.core import checked, interrupts, safe_text
-from scheduler.core.backends import named_backends
-from scheduler.core.decoding import DEEPEST, require_shallow
-from scheduler.core.interrupts import WAKE_S
+from scheduler.core import arguments, interrupts
+from scheduler.core.arguments import named_backends
+from scheduler.core.codec import DEEPEST, require_shallow
+from scheduler.core.interrupts import WAKE_S, Threads
 from scheduler.core.progress import JobPace
 from scheduler.core.records import L2
-from scheduler.core.threads import Threads
+from scheduler.core.text import warn_safely
 from scheduler.measure.runner import Runner, RunnerOptions
+from scheduler.search.job_queue import DeviceExecutor, Executor
 from scheduler.search.job_run import JobRun, Lost, Step
 from scheduler.search.named_samplers import MODEL, Sampler
-from scheduler.search.places import Device, Place
-from scheduler.search.range_text import ends_of, value_text
-from scheduler.search.task import How, Malformed, RangeTask, Result, Task, trials
+from scheduler.search.task import Malformed, RangeTask, Result, SearchOptions, Task, ends_of, trials, value_text
 from scheduler.store.store import Store
 from search_spaces import load, load_known
 from search_spaces.operation import Operation
@@ -73,8 +72,8 @@ def _require_shared(
       ValueError: a budget, seconds, backends, an operation or a field that is not valid for any problem.
     """
     try:
-        checked.whole("budget", trials(job.get("budget"), job.get("effort")))
-        checked.positive_or_none("seconds", job.get("seconds"))
+        arguments.checked_integer("budget", trials(job.get("budget"), job.get("effort")))
+        arguments.checked_positive_or_none("seconds", job.get("seconds"))
     except TypeError as error:
         raise ValueError(str(error)) from None
     shared = job.get("operation")
@@ -137,7 +136,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
 
 def run(
     tasks: Iterable[Task | RangeTask | Malformed],
-    places: Sequence[Place] | None = None,
+    places: Sequence[Executor] | None = None,
     *,
     store: Store,
     runner: Runner | None = None,
@@ -187,10 +186,12 @@ def run(
     wanted = [task for task in listed if not isinstance(task, Malformed)]
     if places is None:
         places = (
-            [Device.of(runner)] if runner is not None else [Device.for_(task.operation, options) for task in wanted[:1]]
+            [DeviceExecutor.of(runner)]
+            if runner is not None
+            else [DeviceExecutor.for_(task.operation, options) for task in wanted[:1]]
         )
     pace = JobPace(len(wanted))
-    how = How(seed, l2, force, first_error, sampler)
+    how = SearchOptions(seed, l2, force, first_error, sampler)
     job = JobRun(wanted, places, store, how, pace, in_order=in_order, bound=bound or (lambda task: task))
 
     def stop() -> None:
@@ -204,7 +205,7 @@ def run(
         yield from (Result(task, "failed", task.reason) for task in listed if isinstance(task, Malformed))
         if not wanted:
             return
-        threads = stack.enter_context(Threads[Place, None](len(places), stop))
+        threads = stack.enter_context(Threads[Executor, None](len(places), stop))
         for place in places:
             threads.start(place, functools.partial(job.serve, place))
         try:
@@ -229,7 +230,7 @@ def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) ->
                 if progress is not None:
                     progress(event)
             case Lost(place, reason):
-                safe_text.warn(f"{place} is used no more: {reason}", stacklevel=3)
+                warn_safely(f"{place} is used no more: {reason}", stacklevel=3)
             case BaseException():
                 raise event
             case None:

@@ -13,17 +13,16 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Key, Miss, Record, preferred
 from scheduler.model.constants import model_of
-from scheduler.prediction.between import Between, between
-from scheduler.prediction.evidence import Evidence
+from scheduler.prediction.between import Evidence, RangeAnswer, between
 from scheduler.prediction.predict import predict
-from scheduler.prediction.validation import recheck
+from scheduler.prediction.transfer import recheck
 from scheduler.search.task import Task
 from search_spaces import OPERATIONS, load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 # Share of the total library time. Smaller expected gains are not worth a search.
-LEAST = 0.005
+MIN_GAIN = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Missed:
     miss: Miss
     operation: Operation[Any] | None = None
     problem: Problem | None = None
-    settled: Entry | Between | None = None
+    settled: Entry | RangeAnswer | None = None
     library_s: float | None = None
     best_s: float | None = None
     reason: str = ""
@@ -104,7 +103,7 @@ def _weighed(
     if own is not None and not own.measurement.estimated:
         return Missed(miss, operation, problem, settled=own)
     lying = between(operation, problem, hardware, known.ranges, find)
-    if isinstance(lying, Between) and (own is None or not lying.estimated):
+    if isinstance(lying, RangeAnswer) and (own is None or not lying.estimated):
         return Missed(miss, operation, problem, settled=lying)
     if own is not None:
         return Missed(miss, operation, problem, settled=own)
@@ -137,12 +136,12 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
     total_s, left_s, worth = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
     for one in reversed(ordered):
         left_s += one.gain_s or 0.0
-        if one.gain_s is None or (left_s >= LEAST * total_s and one.gain_s > 0):
+        if one.gain_s is None or (left_s >= MIN_GAIN * total_s and one.gain_s > 0):
             worth.add(one.miss.key)
     return [one for one in ordered if one.miss.key in worth], [one for one in ordered if one.miss.key not in worth]
 
 
-class Within:
+class TimeBudget:
     """A time budget, callable as `bound` of `jobs.run`: tasks start while time is left, limited to what remains.
 
     It can be called from any thread.

@@ -10,15 +10,25 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from scheduler.core import safe_text
+from scheduler.core import text
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point, family_of, point_of
-from scheduler.core.ranges import HeldOut, Range
-from scheduler.core.records import AllFailed, Failure, Key, Measurement, Outcome, Record, choice_text
-from scheduler.prediction.between import Between, between
+from scheduler.core.neighbours import HeldOut, Range
+from scheduler.core.records import (
+    AllFailed,
+    Failure,
+    Key,
+    Measurement,
+    Outcome,
+    Point,
+    Record,
+    choice_text,
+    family_of,
+    point_of,
+)
+from scheduler.prediction.between import RangeAnswer, between
 from scheduler.search.job_queue import expected_s
-from scheduler.search.task import How, RangeTask, Result, Task
+from scheduler.search.task import RangeTask, Result, SearchOptions, Task
 from scheduler.store.store import Store
 from search_spaces.problem import Problem
 
@@ -30,7 +40,7 @@ BRIEF_PER_STEP = 3
 # Two points closer than this, as a share of the lower value, get no point between them.
 NEAREST = 1 / 8
 # A schedule is as good as the winner if it is slower by at most this share. The difference is not worth a search.
-ALIKE = 0.02
+MAX_DIFFERENCE_OF_ALIKE = 0.02
 HELD_OUT = 5
 
 
@@ -67,7 +77,7 @@ class RangeRun:
       store: receives the range.
     """
 
-    def __init__(self, task: RangeTask, how: How, hardware: Hardware, store: Store) -> None:
+    def __init__(self, task: RangeTask, how: SearchOptions, hardware: Hardware, store: Store) -> None:
         self.task, self._how, self._hardware, self._store = task, how, hardware, store
         self.result: Result | None = None  # set when the range has ended
         self._records: dict[int, Record] = {}
@@ -197,7 +207,7 @@ class RangeRun:
         try:
             self._store.ranges.put(of)
         except StoreError as error:
-            safe_text.warn(f"{error} (the range {of} is not kept)")
+            text.warn_safely(f"{error} (the range {of} is not kept)")
             return False
         return True
 
@@ -209,14 +219,14 @@ class RangeRun:
             if (problem := _problem(self.task, value)) is None:
                 continue
             answer = self._answer(problem)
-            if isinstance(answer, Between):
+            if isinstance(answer, RangeAnswer):
                 point = point_of(answer.backend, answer.schedule)
                 tasks.append(dataclasses.replace(self.task.at(value), first=(point,)))
             if len(tasks) == HELD_OUT:
                 break
         return tasks
 
-    def _answer(self, problem: Problem) -> Between | str:
+    def _answer(self, problem: Problem) -> RangeAnswer | str:
         assert self._range is not None
         by_key = {record.key: record for record in self._records.values()}
 
@@ -229,7 +239,7 @@ class RangeRun:
         """Compares the range's schedule at `value` with the record of a search there, if that search timed it."""
         problem = _problem(self.task, value)
         answer = self._answer(problem) if problem is not None else ""
-        if not isinstance(answer, Between):
+        if not isinstance(answer, RangeAnswer):
             return
         which = point_of(answer.backend, answer.schedule)
         times: dict[Point, Outcome] = {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
@@ -278,7 +288,7 @@ def _as_good(one: Record, other: Record) -> bool:
     won = point_of(one.winner.backend, one.winner.schedule)
     if won == point_of(other.winner.backend, other.winner.schedule):
         return True
-    limit_s = (1 + ALIKE) * other.winner.measurement.median_s
+    limit_s = (1 + MAX_DIFFERENCE_OF_ALIKE) * other.winner.measurement.median_s
     times = {point_of(entry.backend, entry.schedule): entry.measurement.median_s for entry in other.entries}
     return times.get(won, math.inf) <= limit_s
 

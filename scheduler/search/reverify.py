@@ -8,19 +8,18 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from scheduler.core import checked, fingerprints
+from scheduler.core import arguments, fingerprints
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import label_of
-from scheduler.core.quantities import faster_text
-from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
-from scheduler.core.threads import Threads
+from scheduler.core.interrupts import Threads
+from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text, label_of
+from scheduler.core.text import faster_text
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
-from scheduler.model.feasibility import illegal, onchip_bytes
-from scheduler.prediction import predict, validation
-from scheduler.search import final_comparison, finalists
+from scheduler.model.pruning import illegal, onchip_bytes
+from scheduler.prediction import predict, transfer
+from scheduler.search import final_comparison
 from scheduler.search.final_comparison import Result
 from search_spaces import load_known
 from search_spaces.operation import Operation
@@ -33,7 +32,7 @@ COMPILERS_OF_A_RECORD = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Retimed:
+class Remeasured:
     """A schedule that was measured again.
 
     Attributes:
@@ -52,7 +51,7 @@ class Retimed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reverified:
+class VerifyResult:
     """Whether the winner of a record is still valid.
 
     Attributes:
@@ -68,7 +67,7 @@ class Reverified:
     record: Record
     state: Literal["holds", "slower", "broken", "elsewhere"]
     reason: str = ""
-    rivals: tuple[Retimed, ...] = ()
+    rivals: tuple[Remeasured, ...] = ()
     refreshed: Record | None = None
 
     @property
@@ -85,7 +84,7 @@ def reverify(
     options: RunnerOptions | None = None,
     within: float = WITHIN,
     seed: int = 0,
-) -> Iterator[Reverified]:
+) -> Iterator[VerifyResult]:
     """Measures each record's entries, the library and the model's choice, interleaved. Yields verdicts on the winners.
 
     Several records are verified at once if candidates compile concurrently. Verdicts are yielded as they are reached.
@@ -101,19 +100,19 @@ def reverify(
     Raises:
       WorkerError: the workers cannot start.
     """
-    checked.number("within", within)
-    checked.seed(seed)
+    arguments.checked_number("within", within)
+    arguments.checked_seed(seed)
     named: list[tuple[Operation[Any], Record]] = []
     for record in records:
         if record.estimated:
-            yield Reverified(
+            yield VerifyResult(
                 record, "elsewhere", "it was estimated by the compiler: there are no times to take again; tune it"
             )
             continue
         try:
             named.append((operation or load_known(record.key.operation), record))
         except ValueError as error:
-            yield Reverified(record, "elsewhere", f"{error}; name it: --operation file.py:NAME")
+            yield VerifyResult(record, "elsewhere", f"{error}; name it: --operation file.py:NAME")
     with contextlib.ExitStack() as stack:
         if named and runner is None:
             runner = start_runner(named[0][0], options)
@@ -122,8 +121,8 @@ def reverify(
         for theirs, record in named:
             assert runner is not None
             if record.key.hardware != runner.hardware.id:
-                yield Reverified(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
-            elif isinstance(judged := _judged(theirs, record, runner), Reverified):
+                yield VerifyResult(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
+            elif isinstance(judged := _judged(theirs, record, runner), VerifyResult):
                 yield judged
             else:
                 here.append(judged)
@@ -131,7 +130,7 @@ def reverify(
             return
         at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // COMPILERS_OF_A_RECORD)
         verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
-        threads = stack.enter_context(Threads[_Judged, Reverified](at_once, runner.close))
+        threads = stack.enter_context(Threads[_Judged, VerifyResult](at_once, runner.close))
         for _, reached in threads.map(verdict, here):
             yield reached
 
@@ -145,21 +144,21 @@ class _Judged:
     record: Record
 
 
-def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | Reverified:
+def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | VerifyResult:
     try:
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
-        return Reverified(record, "broken", f"its problem is none of {operation.name} today: {error}")
-    if isinstance(reason := validation.recheck(operation, problem, runner.hardware, record), str):
-        return Reverified(record, "broken", f"{reason}; tune it again")
+        return VerifyResult(record, "broken", f"its problem is none of {operation.name} today: {error}")
+    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, record), str):
+        return VerifyResult(record, "broken", f"{reason}; tune it again")
     try:
         runner.capacity(operation, problem, record.winner.measurement.l2)
         return _Judged(operation, problem, record)
     except NoCandidate as error:
-        return Reverified(record, "broken", str(error))
+        return VerifyResult(record, "broken", str(error))
 
 
-def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Reverified:
+def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> VerifyResult:
     operation, problem, record = judged.operation, judged.problem, judged.record
     rivals = _rivals(operation, problem, runner.hardware, record)
     with runner.holding(operation, problem, record.winner.measurement.l2):
@@ -168,21 +167,21 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
     refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
     won = rivals[0].now
     if isinstance(won, Failure):
-        return Reverified(record, "broken", str(won), rivals, refreshed)
+        return VerifyResult(record, "broken", str(won), rivals, refreshed)
     best = min(ran, key=lambda index: ran[index].median_s)
     excess = won.median_s / ran[best].median_s - 1
     if excess > within:
-        return Reverified(record, "slower", f"{_words(rivals[best])}, is {faster_text(excess)}", rivals, refreshed)
-    return Reverified(record, "holds", "", rivals, refreshed)
+        return VerifyResult(record, "slower", f"{_words(rivals[best])}, is {faster_text(excess)}", rivals, refreshed)
+    return VerifyResult(record, "holds", "", rivals, refreshed)
 
 
-def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Retimed, ...]:
+def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Remeasured, ...]:
     """Returns the schedules to measure, without times."""
-    found: dict[tuple[Any, ...], Retimed] = {}
+    found: dict[tuple[Any, ...], Remeasured] = {}
 
     def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
         version = operation.kernel(backend).version
-        rival = Retimed(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
+        rival = Remeasured(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
         found.setdefault((backend, *sorted(schedule.items())), rival)
 
     roles = ["winner", "runner-up", *["best of its backend"] * len(record.entries)]
@@ -197,12 +196,12 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
 
 
 def _timed(
-    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Retimed], record: Record, seed: int
-) -> tuple[tuple[Retimed, ...], Result]:
+    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Remeasured], record: Record, seed: int
+) -> tuple[tuple[Remeasured, ...], Result]:
     """Returns `rivals` with times from a race of those that compile and are correct, and the result of the race."""
     repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
-    def task(rival: Retimed, repetitions: int, incumbent_s: float | None = None) -> Task:
+    def task(rival: Remeasured, repetitions: int, incumbent_s: float | None = None) -> Task:
         return Task(
             operation,
             problem,
@@ -233,8 +232,8 @@ def _timed(
         if isinstance(now[label], Measurement):
             kernel = operation.kernel(rival.backend)
             asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
-            racing.append(final_comparison.Rival(label, kernel.library, asked, kernel.taken_apart))
-    ended = finalists.run_off(
+            racing.append(final_comparison.Contender(label, kernel.library, asked, kernel.taken_apart))
+    ended = final_comparison.run_off_finalists(
         runner,
         racing,
         lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round, fastest_s), again=True),
@@ -249,12 +248,14 @@ def _refreshed(
     problem: Problem,
     record: Record,
     runner: Runner,
-    rivals: Sequence[Retimed],
+    rivals: Sequence[Remeasured],
     ended: Result,
 ) -> Record | None:
     """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
     by_label = {_label(rival): rival for rival in rivals}
-    kept = finalists.fastest(ended.order, finalists.KEPT, lambda label: by_label[label].backend)
+    kept = final_comparison.fastest_finalists(
+        ended.order, final_comparison.KEPT_FINALISTS, lambda label: by_label[label].backend
+    )
     if operation.library.backend not in (by_label[label].backend for label in kept):
         return None
 
@@ -273,9 +274,9 @@ def _refreshed(
     )
 
 
-def _label(rival: Retimed) -> str:
+def _label(rival: Remeasured) -> str:
     return label_of(rival.backend, rival.schedule)
 
 
-def _words(rival: Retimed) -> str:
+def _words(rival: Remeasured) -> str:
     return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"

@@ -10,15 +10,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
 from scheduler.core.optuna_log import quietly
-from scheduler.search.samplers import (
-    CANDIDATE,
-    Candidate,
-    CandidateSpace,
-    Known,
-    LegalSampler,
-    Mask,
-    ModelSampler,
-)
+from scheduler.search.samplers import CANDIDATE, Candidate, CandidateSpace, Known, LegalSampler, Mask, ModelSampler
 
 _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is too small for another trial
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from scheduler.core import checked
+from scheduler.core import arguments
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point
-from scheduler.core.ranges import Range, with_range
-from scheduler.core.records import L2, L2S, AllFailed, Entry, Record, Schedule
+from scheduler.core.neighbours import Range, with_range
+from scheduler.core.records import L2, L2S, AllFailed, Entry, Point, Record, Schedule
 from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -29,7 +31,7 @@ def trials(budget: int | None, effort: str | None) -> int:
         return BUDGET if budget is None else budget
     if budget is not None:
         raise ValueError(f"budget={budget} and effort={effort!r} both say how many trials: give one of them")
-    return EFFORTS[checked.one_of("effort", effort, tuple(EFFORTS))]
+    return EFFORTS[arguments.checked_choice("effort", effort, tuple(EFFORTS))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ class RangeTask:
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class SearchOptions:
     """Options shared by all searches of a job: arguments of `tuner.tune`."""
 
     seed: int = 0
@@ -118,8 +120,8 @@ class How:
     sampler: Sampler = MODEL
 
     def __post_init__(self) -> None:
-        checked.seed(self.seed)
-        checked.one_of("l2", self.l2, L2S)
+        arguments.checked_seed(self.seed)
+        arguments.checked_choice("l2", self.l2, L2S)
         sampler_of(self.sampler, self.seed)  # validates the sampler
 
     @property
@@ -140,7 +142,7 @@ class Malformed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Before:
+class Baseline:
     """The baseline of a search: the schedule that calls used before it, from a record, a range or the model.
 
     Attributes:
@@ -176,7 +178,7 @@ class Result:
     hardware: Hardware | None = None
     record: Record | None = None
     entry: Entry | None = None
-    before: Before | None = None
+    before: Baseline | None = None
     resumed: int = 0
     elapsed_s: float = 0.0
     stored: bool = True
@@ -197,6 +199,75 @@ class Result:
 
 def _require(task: Task | RangeTask) -> None:
     """Raises TypeError or ValueError if a number of the task is invalid."""
-    checked.whole("budget", task.budget)
-    checked.positive_or_none("seconds", task.seconds)
-    checked.whole("count", task.count)
+    arguments.checked_integer("budget", task.budget)
+    arguments.checked_positive_or_none("seconds", task.seconds)
+    arguments.checked_integer("count", task.count)
+
+
+# ------------------------------------------------------------------------------
+# Parses ranges of an extent: ``m=1..8192`` on the command line and in jobs, ``m = [1, 8192]`` in jobs.
+
+_RANGE = re.compile(r"\s*(-?\d+)\s*\.\.\s*(-?\d+)\s*")
+
+
+def is_range(text: str) -> bool:
+    """Returns whether a value has the form of a range."""
+    return _RANGE.fullmatch(text) is not None
+
+
+def value_text(name: str, value: Any) -> str:
+    """Converts the value of a field in a job to its command-line text.
+
+    Raises:
+      ValueError: it is neither a value nor a range.
+    """
+    if not isinstance(value, list):
+        if not isinstance(value, (int, str)):
+            raise ValueError(f"{name}={value!r} is no integer, truth value or string")
+        return str(value)
+    if len(value) != 2 or any(type(end) is not int for end in value):
+        raise ValueError(
+            f"{name}={value!r} is no range: that is two integers, the lowest and the highest value, [1, 8192]; several "
+            "values are a [[problem]] each"
+        )
+    return f"{value[0]}..{value[1]}"
+
+
+def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, Problem, Problem] | None:
+    """Returns the ranged field of `texts` and the problems at its lowest and highest value; None without a range.
+
+    Raises:
+      ValueError: there are two ranges; the ranged field is not an extent; an end is not a valid problem, or the ends
+        are in the wrong order; or `Problem.parse` raised.
+    """
+    integers = {name for name, kind in typing.get_type_hints(operation.problem).items() if kind is int}
+    named = {name: found for name, text in texts.items() if (found := _RANGE.fullmatch(text))}
+    ranged = {name: found for name, found in named.items() if name in integers}
+    if not ranged:
+        for name in named:
+            if name in typing.get_type_hints(operation.problem):
+                raise ValueError(f"{name}={texts[name]}: {name} is no extent, and only an extent may be a range")
+        return None
+    if len(ranged) > 1:
+        raise ValueError(
+            f"{' and '.join(ranged)} are ranges, and a problem has one at most: write a problem for each value of one "
+            "of them"
+        )
+    ((name, found),) = ranged.items()
+    low, high = int(found[1]), int(found[2])
+    if low >= high:
+        other = f"write {name}={low}" if low == high else f"write {name}={high}..{low}"
+        raise ValueError(f"{name}={low}..{high} is no range, which goes from a lowest to a higher value: {other}")
+    if low < 1:
+        raise ValueError(f"{name}={low}..{high}: an extent is at least 1")
+    lowest, highest = (operation.problem.parse({**texts, name: str(value)}) for value in (low, high))
+    if _shapes(lowest) == _shapes(highest):
+        raise ValueError(
+            f"{name}={low}..{high}: {name} is no extent, for no array's shape depends on it, and only an extent may be "
+            "a range"
+        )
+    return name, lowest, highest
+
+
+def _shapes(problem: Problem) -> list[tuple[int, ...]]:
+    return [array.shape for array in (*problem.operands(), *problem.results())]

@@ -9,11 +9,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from scheduler.core import safe_text
+from scheduler.core import text
 from scheduler.core.errors import CandidateFailed, StoreError
-from scheduler.core.identity import Versioned, label_of, versioned
-from scheduler.core.records import Environment, Failure, Key, Measurement, Outcome, Record, Trial
-from scheduler.core.similar import Near
+from scheduler.core.neighbours import Near
+from scheduler.core.records import (
+    Environment,
+    Failure,
+    Key,
+    Measurement,
+    Outcome,
+    Record,
+    Trial,
+    Versioned,
+    label_of,
+    versioned,
+)
 from scheduler.model.pruning import Candidate
 from scheduler.store.lease import Leases
 
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
     from scheduler.store.studies import Described
 
 
-class Keeper(Leases, Protocol):
+class TrialStore(Leases, Protocol):
     """The interface that a search needs of its store: implemented by `Store`, and by the cache that serves calls."""
 
     def put(self, record: Record) -> None: ...
@@ -35,7 +45,7 @@ class Keeper(Leases, Protocol):
     def finish(self, key: Key) -> None: ...
 
 
-class Keeping:
+class BestEffortWriter:
     """Writes the trials of a search to a store, best effort; a store of None discards them.
 
     After a failed write, a warning is issued and the search continues without the store: a search costs more than its
@@ -45,16 +55,16 @@ class Keeping:
     candidates on the device, and then calls `flush`. Leaving the ``with`` block also flushes.
     """
 
-    def __init__(self, store: Keeper | None) -> None:
+    def __init__(self, store: TrialStore | None) -> None:
         self.store = store
-        self._left: collections.deque[Callable[[Keeper], None]] = collections.deque()
+        self._left: collections.deque[Callable[[TrialStore], None]] = collections.deque()
 
     def prepare(self) -> None:
         """Starts a thread that creates Optuna's tables while the first candidate compiles."""
         if (store := self.store) is not None:
             threading.Thread(target=_prepared, args=(store,), name="scheduler-trials", daemon=True).start()
 
-    def later(self, write: Callable[[Keeper], None]) -> None:
+    def later(self, write: Callable[[TrialStore], None]) -> None:
         """Queues a write for the next `flush`."""
         self._left.append(write)
 
@@ -66,22 +76,22 @@ class Keeping:
                     self._left[0](self.store)
             except StoreError as error:
                 self.store = None
-                safe_text.warn(f"{error} (the search goes on without it)")
+                text.warn_safely(f"{error} (the search goes on without it)")
             self._left.popleft()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
 
-    def write(self, write: Callable[[Keeper], None]) -> None:
+    def write(self, write: Callable[[TrialStore], None]) -> None:
         """Runs the queued writes, then this one."""
         self.later(write)
         self.flush()
 
-    def __enter__(self) -> Keeping:
+    def __enter__(self) -> BestEffortWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.flush()
 
 
-def _prepared(store: Keeper) -> None:
+def _prepared(store: TrialStore) -> None:
     with contextlib.suppress(StoreError):  # the write of the first trial reports it
         store.prepare_trials()
 
@@ -110,7 +120,7 @@ class Trials:
         environment: Environment,
         candidates: Sequence[Candidate],
         known: Mapping[Versioned, Trial],
-        keeping: Keeping,
+        keeping: BestEffortWriter,
         *,
         first_error: bool,
         fingerprint: Callable[[Candidate], str],

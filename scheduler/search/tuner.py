@@ -10,30 +10,59 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from scheduler.core import checked
-from scheduler.core.backends import allowed_backends
+from scheduler.core import arguments
+from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
-from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
-from scheduler.core.interrupts import interruptible
+from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
-from scheduler.core.records import L2, L2S, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
-from scheduler.core.threads import Threads
+from scheduler.core.records import (
+    L2,
+    L2S,
+    Entry,
+    Failure,
+    Measurement,
+    Outcome,
+    Point,
+    Record,
+    Trial,
+    Verdict,
+    Versioned,
+    key_of,
+    label_of,
+    versioned,
+)
 from scheduler.measure import timer
 from scheduler.measure.bench import calls_to_confirm
+from scheduler.measure.buffers import timing_conditions
+from scheduler.measure.estimate import smaller
 from scheduler.measure.pool import start_runner
-from scheduler.measure.reduced import smaller
-from scheduler.measure.rotation import condition
 from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
-from scheduler.search.candidates import Candidates, Recorded, collect, fingerprint, identified, reference
-from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
-from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
-from scheduler.search.interpreter_time import search_seconds
+from scheduler.search.baseline import is_current, stale_reason
+from scheduler.search.candidates import (
+    Candidates,
+    Recorded,
+    collect,
+    fingerprint,
+    identified,
+    reference,
+    search_seconds,
+)
+from scheduler.search.final_comparison import (
+    FEWEST_ROUNDS,
+    FINALISTS,
+    KEPT_FINALISTS,
+    Contender,
+    all_failed,
+    fastest_finalists,
+    finalists,
+    rank_once,
+    run_off_finalists,
+)
 from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
-from scheduler.search.settled import settled, useless
 from scheduler.search.task import BUDGET, trials
-from scheduler.search.trials import Keeper, Keeping, Trials
+from scheduler.search.trials import BestEffortWriter, Trials, TrialStore
 from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
 from search_spaces.operation import Operation
@@ -63,7 +92,7 @@ def tune(
     seed: int = 0,
     sampler: Sampler = MODEL,
     l2: L2 = "cold",
-    store: Keeper | None = None,
+    store: TrialStore | None = None,
     runner: Runner | None = None,
     options: RunnerOptions | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -107,13 +136,13 @@ def tune(
       WorkerError: the workers cannot start, or a defect of the program, not of a candidate, was found.
       UnknownChip: the chip is not in the hardware table, so no candidate can be chosen.
     """
-    budget = checked.whole("budget", trials(budget, effort))
+    budget = arguments.checked_integer("budget", trials(budget, effort))
     sampler_of(sampler, seed)  # validates the sampler before anything is started
-    checked.positive_or_none("seconds", seconds)
-    checked.seed(seed)
-    checked.one_of("l2", l2, L2S)
-    checked.flag("force", force)
-    checked.flag("first_error", first_error)
+    arguments.checked_positive_or_none("seconds", seconds)
+    arguments.checked_seed(seed)
+    arguments.checked_choice("l2", l2, L2S)
+    arguments.checked_flag("force", force)
+    arguments.checked_flag("first_error", first_error)
     with contextlib.ExitStack() as stack:
         if runner is None:
             runner = start_runner(operation, options)
@@ -122,12 +151,12 @@ def tune(
         if store is not None:
             hardware = runner.hardware
             if not (force or first_error):
-                known = settled(operation, problem, hardware, store, backends=backends, l2=l2)
+                known = is_current(operation, problem, hardware, store, backends=backends, l2=l2)
                 if isinstance(known, Record):
                     return known
             made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
             # A backend that failed for the other process would fail for this one, too.
-            if made is not None and useless(operation, problem, hardware, made, backends, l2) is None:
+            if made is not None and stale_reason(operation, problem, hardware, made, backends, l2) is None:
                 return made
         return search(
             operation,
@@ -164,7 +193,7 @@ def search(
     seconds: float | None,
     seed: int,
     l2: L2,
-    store: Keeper | None,
+    store: TrialStore | None,
     progress: Callable[[Progress], None] | None,
     sampler: Sampler = MODEL,
     first: Sequence[Point] = (),
@@ -189,14 +218,14 @@ class _Tuning:
         runner: Runner,
         budget: int,
         l2: L2,
-        store: Keeper | None,
+        store: TrialStore | None,
         first_error: bool,
         sampler: Sampler,
     ) -> None:
         self.operation, self.problem, self.runner, self.sampler = operation, problem, runner, sampler
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
-        self.keeping = Keeping(store)
+        self.keeping = BestEffortWriter(store)
         self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
@@ -320,7 +349,7 @@ class _Tuning:
         if self.keeping.store is None:
             return {}
         made = self.keeping.store.trials(self.key, self.runner.environment, unfinished=True)
-        here = condition(self.problem, self.runner.hardware, self.l2)
+        here = timing_conditions(self.problem, self.runner.hardware, self.l2)
         return {
             versioned(trial): trial
             for trial in made
@@ -424,7 +453,7 @@ class _Tuning:
         """Lets idle compile processes compile the confirmation runs of the current leaders."""
         if isinstance(self.runner, CompilesAhead):
             trials = self.trials
-            for index in fastest(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
+            for index in fastest_finalists(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
                 if index not in self._finalists:
                     self.runner.compile_ahead(self._finalist(index))
 
@@ -447,12 +476,12 @@ class _Tuning:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
         yields = self.operation.library.taken_apart
         rivals = {
-            Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and yields): index
+            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and yields): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}
         if self.repetitions_of_round:
-            ended = run_off(
+            ended = run_off_finalists(
                 self.runner,
                 list(rivals),
                 lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
@@ -460,7 +489,7 @@ class _Tuning:
             )
         else:
             once = {rival: self.trials.ended[i].outcome for rival, i in rivals.items()}
-            ended = decided_by_one({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
+            ended = rank_once({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
         times: dict[int, Outcome] = {labelled[label]: ended.times[label] for label in ended.order}
         if times:
             for label, failure in ended.failures.items():
@@ -468,7 +497,7 @@ class _Tuning:
         else:  # every finalist failed in the run-off: use the times of their trials
             times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)
-        kept = fastest(order, KEPT, lambda i: self.trials.ended[i].backend)
+        kept = fastest_finalists(order, KEPT_FINALISTS, lambda i: self.trials.ended[i].backend)
         return tuple(self._entry(i, times[i]) for i in kept), ended.verdict
 
     def _entry(self, index: int, measured: Outcome) -> Entry:

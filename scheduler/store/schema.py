@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
-from scheduler.core.similar import SUMS, place_of
+from scheduler.core.neighbours import SUMS, place_of
 
 # Coordinates of a record's problem among similar ones (`similar.Place`), and whether its times are estimates.
 SUM_COLUMNS = tuple(f"size_{index}" for index in range(SUMS))

@@ -5,26 +5,26 @@ A cache holds only text, which is parsed and validated: nothing is unpickled or 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.ranges import Range
+from scheduler.core.neighbours import Near, Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
-from scheduler.core.similar import Near
-from scheduler.store import rows, text_files
-from scheduler.store.database import Database
+from scheduler.store import queries, text_files
+from scheduler.store.database import CACHE_VARIABLE, Database
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
-from scheduler.store.place import default_url as default_url
-from scheduler.store.ranges import Ranges
-from scheduler.store.rows import Head
+from scheduler.store.queries import CANDIDATES, Head, Ranges, similar
 from scheduler.store.schema import (
     CONSTANTS,
     KERNEL_ON_CHIP,
@@ -33,8 +33,24 @@ from scheduler.store.schema import (
     MIGRATIONS,
     SCHEDULES,
 )
-from scheduler.store.similar import CANDIDATES, similar
 from scheduler.store.studies import Described, Studies
+
+# ------------------------------------------------------------------------------
+# Location of the user's cache.
+
+
+def default_url() -> str:
+    """Returns `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL) or, if unset, a file in the user's cache directory.
+
+    Raises:
+      StoreError: the variable is not set, and the user has no cache directory.
+    """
+    if given := os.environ.get(CACHE_VARIABLE):
+        return given
+    with contextlib.suppress(RuntimeError):
+        if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
+            return str(place / "cache.db")
+    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
 
 
 class Store:
@@ -87,7 +103,7 @@ class Store:
         """
         for *_, line in self._database.select(_BY_KEY, _asked(key)):
             try:
-                return rows.record_of(key, line)
+                return queries.record_of_row(key, line)
             except ValueError as error:
                 raise MalformedRecord(
                     f"the record of {key} in {self.location} is malformed ({error}); tune it again"
@@ -146,9 +162,9 @@ class Store:
         """Stores a record and returns True, or False for an estimate of a measured record."""
         if record.estimated:
             held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
-            if held is not None and rows.was_measured(record.key, held[0]):
+            if held is not None and queries.was_measured(record.key, held[0]):
                 return False
-        connection.execute(self._database.upsert(SCHEDULES, KEY), rows.of_record(record))
+        connection.execute(self._database.upsert(SCHEDULES, KEY), queries.row_of_record(record))
         self._studies.finish(connection, record.key)
         return True
 
@@ -292,7 +308,7 @@ class Store:
             *(SCHEDULES.c[name] == value for name, value in wanted.items() if value is not None)
         )
         # Sorted here because the collation of text depends on the database.
-        return self._decoded(rows.by_key(self._database.select(query), self.location))
+        return self._decoded(queries.rows_by_key(self._database.select(query), self.location))
 
     def heads(self, *, operation: str | None = None, problem: str | None = None) -> list[Head]:
         """Returns summaries of all records, unordered, to filter and sort thousands of them without parsing records.
@@ -308,7 +324,7 @@ class Store:
         query = sa.select(*(columns[name] for name in (*KEY, "jax", "estimated"))).where(
             *(columns[name] == value for name, value in wanted.items() if value is not None)
         )
-        found = rows.with_key(self._database.select(query), self.location)
+        found = queries.row_with_key(self._database.select(query), self.location)
         return [Head(Key(*key), str(jax), bool(estimated)) for *key, jax, estimated in found]
 
     def read(self, keys: Iterable[Key]) -> Iterator[Record]:
@@ -338,7 +354,7 @@ class Store:
         """
         query = sa.select(*(SCHEDULES.c[name] for name in KEY))
         query = query if operation is None else query.where(SCHEDULES.c.operation == operation)
-        found = {Key(*row) for row in rows.by_key(self._database.select(query), self.location)}
+        found = {Key(*row) for row in queries.rows_by_key(self._database.select(query), self.location)}
         found |= self._studies.keys(operation)
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
@@ -371,11 +387,11 @@ class Store:
             *(CONSTANTS.c[name] == value for name, value in wanted.items() if value is not None)
         )
         found: list[Calibration] = []
-        for *names, line in rows.by_key(self._database.select(query), self.location):
+        for *names, line in queries.rows_by_key(self._database.select(query), self.location):
             try:
                 found.append(codec.calibration_from_text(line))
             except ValueError as error:
-                rows.say_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
+                queries.warn_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
 
     def close(self) -> None:
@@ -386,9 +402,9 @@ class Store:
         for *names, line in found:
             key = Key(*names)
             try:
-                yield rows.record_of(key, line)
+                yield queries.record_of_row(key, line)
             except ValueError as error:
-                rows.say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
+                queries.warn_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
 
 def shipped() -> Store | None:

@@ -27,10 +27,9 @@ import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
-from scheduler.core.identity import versioned
 from scheduler.core.optuna_log import quietly
-from scheduler.core.records import Environment, Failure, Key, Measurement, Trial
-from scheduler.store import rows
+from scheduler.core.records import Environment, Failure, Key, Measurement, Trial, versioned
+from scheduler.store import queries
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, SEARCHES
 
@@ -183,7 +182,7 @@ class Studies:
         wanted = {"operation": operation, "problem": problem}
         conditions = [SEARCHES.c[name] == value for name, value in wanted.items() if value is not None]
         query = sa.select(*(SEARCHES.c[name] for name in KEY)).where(SEARCHES.c.finished == _NO, *conditions).distinct()
-        keys = [Key(*row) for row in rows.by_key(self._database.select(query), self._database.location)]
+        keys = [Key(*row) for row in queries.rows_by_key(self._database.select(query), self._database.location)]
         found = {key: self.trials(key, unfinished=True) for key in keys}
         return {key: trials for key, trials in found.items() if trials}
 
@@ -191,7 +190,7 @@ class Studies:
         """Returns every key that has a search."""
         query = sa.select(*(SEARCHES.c[name] for name in KEY)).distinct()
         query = query if operation is None else query.where(SEARCHES.c.operation == operation)
-        return {Key(*row) for row in rows.by_key(self._database.select(query), self._database.location)}
+        return {Key(*row) for row in queries.rows_by_key(self._database.select(query), self._database.location)}
 
     def finish(self, connection: sa.Connection, key: Key) -> None:
         """Marks the searches of `key` as finished, within the caller's transaction."""
@@ -247,7 +246,7 @@ class Studies:
                     raise ValueError(f"a text is wanted, found {type(line).__name__}")
                 yield number, codec.trial_from_text(line)
             except (ValueError, TypeError) as error:
-                rows.say_once(
+                queries.warn_once(
                     f"{self._database.location}: trial {number} of {Key(*names)} is skipped, it is malformed ({error})"
                 )
 

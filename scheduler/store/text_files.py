@@ -10,7 +10,7 @@ from pathlib import Path
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.files import read_text, replace_text
-from scheduler.core.ranges import Range, is_range, range_from_text, range_to_text, ranges_from_text
+from scheduler.core.neighbours import Range, is_range, range_from_text, range_to_text, ranges_from_text
 from scheduler.core.records import Calibration, Key, Record
 
 _ERRORS_SHOWN = 10

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.formula import visible
 from search_spaces.attention.problem import AttentionProblem, Lengths
+from search_spaces.attention.xla import visible
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import Target
 from search_spaces.problem import nbytes

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces import reference_programs, special_values
+from search_spaces import checking
 from search_spaces.problem import Problem, nbytes
+from search_spaces.sharding import Sharding
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Gemma 2's cap of attention logits (arXiv:2408.00118, table 1). A search measures with it if logits are capped.
@@ -261,7 +262,7 @@ class AttentionProblem(Problem, Bounds):
 
     def special(self) -> tuple[str, ...]:
         """Returns the finite kinds: NaN and infinities of invisible keys are not yet left out everywhere."""
-        return special_values.FINITE
+        return checking.FINITE
 
     def special_qkv(self, kind: str, qkv: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """Returns special operands; for "large", only values are large, and all logits share one large number.
@@ -270,9 +271,9 @@ class AttentionProblem(Problem, Bounds):
         magnify their rounding errors.
         """
         if kind != "large":
-            return special_values.altered(qkv, kind, integers=False)
+            return checking.with_special_values(qkv, kind, integers=False)
         q, k, v = qkv
-        return *self.with_common_logit(q, k), *special_values.altered((v,), kind)
+        return *self.with_common_logit(q, k), *checking.with_special_values((v,), kind)
 
     @property
     def common_power(self) -> int:
@@ -281,7 +282,7 @@ class AttentionProblem(Problem, Bounds):
 
     def with_common_logit(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
         """Makes queries and keys add one number to all logits, beyond 88, where exp in float32 overflows."""
-        return tuple(reference_programs.run(_led_by, x, power=self.common_power) for x in (q, k))
+        return tuple(checking.run_program(_led_by, x, power=self.common_power) for x in (q, k))
 
     def neighbour(self) -> Problem | None:
         q_len, kv_len = (n - less if n > 8 else n for n, less in ((self.q_len, 1), (self.kv_len, 3)))
@@ -297,3 +298,38 @@ class AttentionProblem(Problem, Bounds):
 def _led_by(x: jax.Array, *, power: int) -> jax.Array:
     """Sets the first element of each head to a power of two."""
     return x.at[..., 0].set(2.0**power)
+
+
+# ------------------------------------------------------------------------------
+# Sharding of attention: by sequences and by heads; key heads stay with the query heads that use them.
+
+P = TypeVar("P", bound=AttentionProblem)
+
+
+def sharding_by_heads(p: P, operands: Sequence[str], results: Sequence[str]) -> Sharding[Any]:
+    """Returns the sharding for arrays by name: "q", "k", "v", "out", "lse", or "lengths", in order.
+
+    Key head n belongs to the query heads from ``n group`` on. With more devices than key heads, each device has a part
+    of a group, and the gradients of its keys are summed over these devices.
+    """
+    heads = "(kv_heads group)" if p.group > 1 and p.kv_heads > 1 else "group" if p.group > 1 else "kv_heads"
+    letters = {
+        "q": f"batch q_len {heads} head_dim",
+        "k": "batch kv_len kv_heads head_dim",
+        "v": "batch kv_len kv_heads value_dim",
+        "out": f"batch q_len {heads} value_dim",
+        "lse": f"batch {heads} q_len",
+        "lengths": "batch",
+    }
+    arrays = (", ".join(letters[name] for name in names) for names in (operands, results))
+    return Sharding(
+        rule=" -> ".join(arrays),
+        divided=("batch", "kv_heads"),
+        summed=("group",) if p.group > 1 else (),
+        local=_local,
+    )
+
+
+def _local(p: P, extents: Mapping[str, int]) -> P:
+    kv_heads = extents["kv_heads"]
+    return dataclasses.replace(p, batch=extents["batch"], kv_heads=kv_heads, heads=kv_heads * extents.get("group", 1))

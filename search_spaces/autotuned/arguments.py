@@ -2,21 +2,192 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import math
+import re
+import reprlib
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from search_spaces.autotuned.statics import spelled
-from search_spaces.autotuned.trees import tree_of, tree_text
-from search_spaces.dtypes import array_type, did_you_mean
-from search_spaces.errors import DeclarationError
-from search_spaces.problem import Problem
-from search_spaces.space import one_truth_value, wants_one_truth_value
+from search_spaces.problem import Problem, array_type, did_you_mean
+from search_spaces.space import DeclarationError, one_truth_value, wants_one_truth_value
+
+# ------------------------------------------------------------------------------
+# Operands of several arrays: nested tuples and dicts of arrays, as text, ``{w:float32[8,8],b:float32[8]}``.
+
+# An array type, a name before a colon, or a bracket; "(x,)" is a tuple of one.
+_WORD = re.compile(r"[\w.]+(?:\s*\[[\d,\s]*\])?|[(){}:,]")
+
+
+def leaves_of(x: Any) -> list[Any]:
+    """Returns the arrays of an operand, in JAX's order; none if the operand is left out."""
+    leaves: list[Any] = jax.tree.leaves(x)
+    return leaves
+
+
+def named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays of an operand with their names: ``params['w']``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        yield f"{name}{jax.tree_util.keystr(path)}", leaf
+
+
+def require_tree(name: str, x: Any) -> None:
+    """Raises a TypeError if an operand, or a part of it, is a container that schedule keys do not support."""
+    if type(x) is dict:
+        for key, part in x.items():
+            if not isinstance(key, str) or not key.isidentifier():
+                raise TypeError(f"{name} has the key {key!r}: give its arrays names that are identifiers")
+            require_tree(f"{name}[{key!r}]", part)
+    elif type(x) is tuple:
+        for place, part in enumerate(x):
+            require_tree(f"{name}[{place}]", part)
+    elif isinstance(x, tuple | dict) or (x is not None and not jax.tree_util.all_leaves([x])):
+        raise TypeError(
+            f"{name} must be an array, or a tuple or dict of arrays, not {type(x).__name__}: its arrays are part of a "
+            "key as text, which tells no other classes"
+        )
+
+
+def tree_text(x: Any, text: Callable[[Any], str]) -> str:
+    """Formats an operand as text, with `text` for each array."""
+    if type(x) is dict:
+        return f"{{{','.join(f'{key}:{tree_text(x[key], text)}' for key in sorted(x))}}}"
+    if type(x) is tuple:
+        return f"({','.join(tree_text(part, text) for part in x)}{',' * (len(x) == 1)})"
+    return text(x)
+
+
+def tree_of(name: str, text: str, array: Callable[[str, str], Any]) -> Any:
+    """Parses the result of `tree_text`; `array` parses each array, given its name.
+
+    Raises:
+      ValueError: `text` has another format.
+    """
+    if not text.lstrip().startswith(("(", "{")):
+        return array(name, text)
+    words = _WORD.findall(text)
+    if "".join("".join(words).split()) != "".join(text.split()):
+        raise _wrong(name, text)
+    try:
+        found = _read(name, words, array)
+    except (IndexError, RecursionError):
+        raise _wrong(name, text) from None
+    if words:
+        raise _wrong(name, text)
+    return found
+
+
+def _read(name: str, words: list[str], array: Callable[[str, str], Any]) -> Any:
+    """Parses an operand from the front of `words`, and removes its words."""
+    word = words.pop(0)
+    if word not in ("(", "{"):
+        if word in (")", "}", ":", ","):
+            raise IndexError
+        return array(name, word)
+    close, parts = ")" if word == "(" else "}", dict[Any, Any]()
+    while words[0] != close:
+        key: Any = len(parts)
+        if word == "{":
+            key = words.pop(0)
+            if not key.isidentifier() or key in parts or words.pop(0) != ":":
+                raise IndexError
+        parts[key] = _read(f"{name}[{key!r}]", words, array)
+        if words[0] == ",":
+            words.pop(0)
+        elif words[0] != close:
+            raise IndexError
+    words.pop(0)
+    return tuple(parts.values()) if word == "(" else parts
+
+
+def _wrong(name: str, text: str) -> ValueError:
+    return ValueError(
+        f"{name}={text} is no type of a tuple or dict of arrays: write it as (float32[8],float32[8]) or "
+        "{w:float32[8,8],b:float32[8]}, in quotes on a shell"
+    )
+
+
+# ------------------------------------------------------------------------------
+# Static parameters as text, with one form per value: part of a key, and of a command line.
+
+Static = int | float | bool | str | tuple[Any, ...] | None
+
+WANTED = "int, float, bool, str, None, a dtype, or a tuple of these"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelled:
+    """A static parameter as text, which distinguishes 1 from True, although Python treats them as equal."""
+
+    text: str
+
+
+def static_to_text(name: str, value: Any) -> str:
+    """Returns the text of a static parameter; a dtype becomes its name, which the function then gets.
+
+    Raises:
+      TypeError: the value has another type, or is NaN, which never equals itself.
+    """
+    if isinstance(value, Spelled):
+        return value.text
+    text = value if isinstance(value, str) else _dtype_name(value)
+    if text is not None:
+        return text if _is_own_text(text) else repr(text)
+    return _literal(name, value)
+
+
+def value_of(text: str) -> Static:
+    """Returns the inverse of `spelled`; also reads `true` and `(1,2)`. Text that is no literal is unchanged."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, int | float | str | tuple | None) else text
+
+
+def _is_own_text(text: str) -> bool:
+    value = value_of(text)
+    return isinstance(value, str) and value == text
+
+
+def _literal(name: str, value: Any) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):
+            raise TypeError(f"{name}=nan is never equal to itself, so no schedule could be stored for it")
+        return "1e999" if value > 0 else "-1e999"  # Python parses it as an infinity
+    if isinstance(value, bool | int | float | None):
+        return repr(value)
+    if isinstance(value, tuple):
+        items = [repr(text) if (text := _text(item)) is not None else _literal(name, item) for item in value]
+        return f"({', '.join(items)}{',' * (len(items) == 1)})"
+    instead = ": give a tuple" if isinstance(value, list) else ""
+    raise TypeError(
+        f"{name}={reprlib.repr(value)} is a {type(value).__name__}{instead}; a static parameter is part of the key "
+        f"that schedules are stored under: {WANTED}"
+    )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else _dtype_name(value)
+
+
+def _dtype_name(value: Any) -> str | None:
+    """Returns the name of a NumPy or JAX dtype; None for any other value."""
+    if isinstance(value, type):
+        value = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
+    return value.name if isinstance(value, np.dtype) else None
+
 
 # Name of the parameter by which a function, a rule or a footprint gets the chip.
 TARGET = "target"
@@ -75,7 +246,7 @@ def arguments_of(function: Callable[..., Any], choices: Collection[str]) -> Argu
         if p.name in choices or p.name == TARGET or p.kind is p.VAR_KEYWORD:
             continue
         if p.kind is p.KEYWORD_ONLY:
-            statics[p.name] = None if p.default is p.empty else spelled(p.name, p.default)
+            statics[p.name] = None if p.default is p.empty else static_to_text(p.name, p.default)
         else:
             arrays.append(p.name)
             if p.default is None:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
-from search_spaces.autotuned.rebinding import Bindings, tracing
-from search_spaces.errors import DeclarationError
+from search_spaces.autotuned.names import Bindings, tracing
+from search_spaces.checking import VALUE_KINDS
 from search_spaces.problem import DOWN, Tolerance
-from search_spaces.space import Choice, Space
-from search_spaces.special_values import KINDS
+from search_spaces.space import Choice, DeclarationError, Space
 
 # A function of a mapping by name: arrays as `jax.ShapeDtypeStruct`, static parameters, choices, the target.
 Asked = Callable[[Mapping[str, Any]], Any]
@@ -52,7 +51,7 @@ class Declaration:
     inputs: Asked | None
     flops: Asked | None
     bytes_moved: Asked | None
-    special: tuple[str, ...] = KINDS
+    special: tuple[str, ...] = VALUE_KINDS
 
     def run(self, *arrays: Any, **named: Any) -> Any:
         """Runs the function; `named` are its static parameters, its choices and the target."""
@@ -220,14 +219,14 @@ def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
 
 def _special(given: Any) -> tuple[str, ...]:
     if isinstance(given, bool):
-        return KINDS if given else ()
+        return VALUE_KINDS if given else ()
     kinds = tuple(given) if isinstance(given, tuple | list | set | frozenset) else (given,)
-    if wrong := [kind for kind in kinds if kind not in KINDS]:
+    if wrong := [kind for kind in kinds if kind not in VALUE_KINDS]:
         raise DeclarationError(
             f"special={given!r}: {wrong[0]!r} is no kind of special operands; write True, False, or some of "
-            f"{', '.join(KINDS)}"
+            f"{', '.join(VALUE_KINDS)}"
         )
-    return tuple(kind for kind in KINDS if kind in kinds)
+    return tuple(kind for kind in VALUE_KINDS if kind in kinds)
 
 
 def _takes(reference: Callable[..., Any], statics: Mapping[str, Any]) -> tuple[str, ...]:

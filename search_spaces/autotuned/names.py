@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+import dis
+import inspect
 import os
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from search_spaces import LOADED_FILE, OPERATIONS
-from search_spaces.errors import DeclarationError
+from search_spaces.autotuned.arguments import static_to_text
+from search_spaces.fingerprint import content, digest, is_of_tools
+from search_spaces.space import DeclarationError
 
 # The functions that own a name, while they exist; and, for each, the state of its file at that time, and the values
 # that it and its decorators captured.
@@ -98,3 +106,178 @@ def module_of(function: Callable[..., Any]) -> str:
         parts.insert(0, folder.name)
         folder = folder.parent
     return ".".join(parts)
+
+
+# ------------------------------------------------------------------------------
+# Detects whether a name that a function reads was rebound to another object since its last trace.
+
+# `Bindings.generation` of the function being traced. JAX caches traces of kernel bodies and of functions that users
+# jitted, with the values read at that time; it traces again if this number differs.
+tracing: Any = jax.make_user_context(0)
+
+
+_dropped = 0
+# Limit on names, and on cells, checked in each eager call, at 30 ns each.
+_MOST = 50
+
+
+def drop_traces() -> None:
+    """Forces every function to be traced again, whatever its names are bound to: values may have changed in place."""
+    global _dropped
+    _dropped += 1
+
+
+class Bindings:
+    """The globals and closures that functions read by name, also through functions of the same package.
+
+    In-place changes, such as an item of a list or an attribute, keep the same object and are not detected. Names that
+    one of the functions binds itself, such as a counter of its traces, are ignored. If there are very many names, those
+    read nearest to the functions are checked.
+    """
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self._generation = 0
+        self._functions = functions
+        self._globals: list[tuple[dict[str, Any], str, Any]] | None = None
+        self._cells: list[tuple[types.CellType, Any]] = []
+
+    def generation(self) -> int:
+        """Returns a number that increases whenever a name is found bound to another object than before.
+
+        Each eager call reads it, which takes less than a microsecond.
+        """
+        if self._globals is None:
+            self._note()
+        elif self._changed(self._globals):
+            self._note()
+            self._generation += 1
+        return self._generation + _dropped
+
+    def _changed(self, known: list[tuple[dict[str, Any], str, Any]]) -> bool:
+        try:
+            for namespace, name, value in known:
+                if namespace[name] is not value and not _equal(namespace[name], value):
+                    return True
+            for cell, value in self._cells:
+                if cell.cell_contents is not value and not _equal(cell.cell_contents, value):
+                    return True
+        except (KeyError, ValueError):  # it is no longer bound
+            return True
+        return False
+
+    def _note(self) -> None:
+        reached = list(self._reached())
+        bound, stored = (
+            {name for function in reached for name in _named(function.__code__, operations)}
+            for operations in (_BINDING_GLOBALS, _BINDING_CELLS)
+        )
+        read = {
+            (id(function.__globals__), name): (function.__globals__, name, function.__globals__[name])
+            for function in reached
+            for name in set(_named(function.__code__, _READING)) - bound
+            if not isinstance(function.__globals__.get(name), types.ModuleType | None)
+        }
+        cells = {
+            id(cell): (cell, value)
+            for function in reached
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if name not in stored and (value := content(cell)) is not None
+        }
+        self._cells, self._globals = list(cells.values())[:_MOST], list(read.values())[:_MOST]
+
+    def _reached(self) -> Iterator[types.FunctionType]:
+        """Yields the functions, and functions of the same package that they read, each once, nearest first."""
+        waiting: collections.deque[Any] = collections.deque(self._functions)
+        packages = {_package(inspect.unwrap(function)) for function in waiting}
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.popleft()
+            while value is not None and id(value) not in seen:
+                seen.add(id(value))
+                if isinstance(value, types.FunctionType) and not is_of_tools(value) and _package(value) in packages:
+                    yield value
+                    waiting += map(value.__globals__.get, _named(value.__code__, _READING))
+                    waiting += map(content, value.__closure__ or ())
+                value = getattr(value, "__wrapped__", None) if callable(value) else None
+
+
+_READING = frozenset({"LOAD_GLOBAL"})
+_BINDING_GLOBALS, _BINDING_CELLS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"}), frozenset({"STORE_DEREF"})
+
+
+def _named(code: types.CodeType, operations: frozenset[str]) -> Iterator[str]:
+    """Yields the names that a function, or one within it, uses by these operations of Python's bytecode."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in operations:
+            yield str(instruction.argval)
+        elif isinstance(instruction.argval, types.CodeType):
+            yield from _named(instruction.argval, operations)
+
+
+def _equal(now: Any, value: Any) -> bool:
+    """Returns whether both are the same number or text, as when a notebook cell runs again."""
+    return type(now) is type(value) and isinstance(now, int | float | str) and bool(now == value)
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+# ------------------------------------------------------------------------------
+# The values that a function captures where it is defined, as text: part of the name of its stored schedules.
+
+# Longer text, or text that is awkward on a command line, is replaced by a digest.
+_LONGEST = 40
+
+
+def captured(function: Callable[..., Any], reference: Callable[..., Any], choices: Collection[str]) -> str:
+    """Formats the closure values of a function, its decorators and its reference: ``(scale=3.0)``, "" for none.
+
+    A lambda, or a function defined within another, also captures the defaults of its static parameters, which may
+    differ between instances.
+    """
+    found: dict[str, str] = {}
+    for each in (*_layers(function), *_layers(reference)):
+        for name, value in _values(each, choices):
+            text = _text(value)
+            same = [known for known in found if known.rstrip("'") == name]
+            if text not in (found[known] for known in same):
+                found[name + "'" * len(same)] = text
+    return f"({','.join(f'{name}={text}' for name, text in sorted(found.items()))})" if found else ""
+
+
+def _layers(function: Any) -> Iterator[types.FunctionType]:
+    """Yields a function and the functions that its decorators wrap, outermost first."""
+    while function is not None:
+        if isinstance(function, types.FunctionType):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _values(function: types.FunctionType, choices: Collection[str]) -> Iterator[tuple[str, Any]]:
+    own = [inspect.unwrap(layer) for layer in _layers(function)]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        value = content(cell)
+        if value is not None and not any(inspect.unwrap(value) is each for each in own if callable(value)):
+            yield name, value
+    if "<" in function.__qualname__:  # "make.<locals>.kernel", "<lambda>"
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if name not in choices:
+                yield name, value
+
+
+def _text(value: Any) -> str:
+    if callable(value) and isinstance(function := inspect.unwrap(value), types.FunctionType):
+        within = captured(function, function, ())
+        if function.__name__ == "<lambda>":
+            return f"lambda#{digest(function.__code__)[:8]}{within}"
+        # JAX moves its own functions between modules from version to version.
+        module = function.__module__.partition(".")[0] if is_of_tools(function) else module_of(function)
+        return f"{module}.{function.__qualname__}{within}".replace("<locals>.", "")
+    try:
+        text = static_to_text("", value)
+    except TypeError:
+        name = value.__qualname__ if isinstance(value, type) else type(value).__qualname__
+        return f"{name}#{digest(value)[:8]}"
+    plain = len(text) <= _LONGEST and text.isprintable() and not set(text) & set(" :'\"")
+    return text if plain else f"#{digest(text)[:8]}"

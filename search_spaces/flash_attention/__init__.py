@@ -1,7 +1,7 @@
 """Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
 
 from search_spaces import jax_compat
-from search_spaces.flash_attention import from_cudnn, front_end, recognise, rules
+from search_spaces.flash_attention import cudnn, front_end, recognise
 from search_spaces.flash_attention.cudnn import CudnnFlashAttention
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
@@ -23,13 +23,13 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     ),
     params=("scale", "softcap"),
     vjp_params=("deterministic",),
-    batch=rules.batch,
-    vjp_fwd=rules.vjp_fwd,
-    vjp_bwd=rules.vjp_bwd,
+    batch=front_end.batch,
+    vjp_fwd=front_end.vjp_fwd,
+    vjp_bwd=front_end.vjp_bwd,
     front_end=front_end.bind,
-    equations={jax_compat.CUDNN_ATTENTION: from_cudnn.posed},
+    equations={jax_compat.CUDNN_ATTENTION: cudnn.problem_of_equation},
     recognise=recognise.recognise,
-    shard=rules.shard,
+    shard=front_end.shard,
 )
 
 __all__ = ["FLASH_ATTENTION", "FlashAttentionProblem"]

@@ -13,6 +13,7 @@ from search_spaces.attention.problem import SOFTCAP, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel, Target
+from search_spaces.operation import MatchedEquation
 from search_spaces.space import Columns, Space
 
 
@@ -70,3 +71,29 @@ def _lengths(p: FlashAttentionProblem, of: Lengths) -> tuple[Any, ...]:
         return ()
     given = (of.q, p.q_len), (of.kv, p.kv_len)
     return tuple(jnp.full(p.batch, n, jnp.int32) if x is None else jnp.clip(x, 1, n) for x, n in given)
+
+
+# ------------------------------------------------------------------------------
+# Converts JAX's equation of cuDNN's forward attention to a problem.
+
+
+def problem_of_equation(
+    q: Any, k: Any, v: Any, *rest: Any, is_training: bool, **params: Any
+) -> MatchedEquation[FlashAttentionProblem] | str:
+    """Returns the attention of an equation, with the log-sum-exp if a gradient needs it, or why cuDNN keeps it.
+
+    Args:
+      q, k, v, rest, params: as in `attention.from_cudnn`.
+    """
+    found = cudnn.cudnn_problem(q, k, rest, params)
+    if isinstance(found, str):
+        return found
+    try:
+        problem = FlashAttentionProblem.of(q, k, v, *found.lengths, return_lse=is_training, **found.fields)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+    def operands(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
+        return q, k, v, *(rest[1:3] if found.lengths else ())
+
+    return MatchedEquation(problem, operands, lambda *results: results, {"scale": found.scale})

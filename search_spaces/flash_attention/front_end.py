@@ -5,19 +5,23 @@ Calls that `FlashAttentionProblem` cannot express run in XLA.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.attention import left_out, xla
+from search_spaces.attention import left_out, problem, xla
 from search_spaces.attention.problem import DTYPES, Bounds, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.front_end import unposed, weakly_typed
-from search_spaces.operation import Bound, Unbound
+from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
+from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
+from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.sharding import Sharding
 
 
 class Options(NamedTuple):
@@ -47,7 +51,7 @@ def bind(
     kv_lengths: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
-) -> Bound[FlashAttentionProblem] | Unbound:
+) -> BoundCall[FlashAttentionProblem] | Unsupported:
     """Binds the arguments of `scheduler.tuned_flash_attention` to a problem and its operands.
 
     Returns:
@@ -63,17 +67,17 @@ def bind(
     of = Lengths(q_lengths, kv_lengths)
     posed = _problem(q, k, v, of, how)
     if isinstance(posed, str):
-        return Unbound(posed, lambda: answer(q, k, v, of, how))
+        return Unsupported(posed, lambda: answer(q, k, v, of, how))
     params: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": bool(deterministic) or None}
     given = tuple((name, value) for name, value in params.items() if value is not None)
     operands = tuple(x if x.ndim == 4 else x[None] for x in (q, k, v)) + tuple(x for x in of if x is not None)
     if q.ndim == 4:
-        return Bound(posed, operands, params=given)
+        return BoundCall(posed, operands, params=given)
 
     def restore(*results: jax.Array) -> Any:
         return posed.pack([x[0] for x in results])
 
-    return Bound(posed, operands, restore, given)
+    return BoundCall(posed, operands, restore, given)
 
 
 def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
@@ -141,7 +145,7 @@ class _Unposed(Bounds):
 
 def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentionProblem | str:
     given = {"q": q, "k": k, "v": v} | {f"{name}_lengths": x for name, x in of._asdict().items() if x is not None}
-    if reason := unposed(given):
+    if reason := unsupported_reason(given):
         return reason
     if (axes := {x.ndim for x in (q, k, v)}) not in ({3}, {4}):
         return f"q, k and v have {' or '.join(map(str, sorted(axes)))} axes, where 3 or 4 are wanted of each"
@@ -184,3 +188,72 @@ def bounds(window: Any) -> tuple[int | None, int | None]:
             f"window={window!r} is neither a number of keys nor two, to the left and to the right"
         ) from None
     return left, right
+
+
+# ------------------------------------------------------------------------------
+# Differentiation, batching and sharding rules of attention.
+#
+# The derivative is a separate operation. Attention is sharded over sequences and heads.
+
+Call = Callable[..., Any]
+
+
+def vjp_fwd(call: Call, p: FlashAttentionProblem, args: Any) -> tuple[Any, Any]:
+    """Runs the forward pass with `return_lse`, because the backward pass needs the log-sum-exp.
+
+    Without `return_lse` in `p`, this is a different problem from `p`.
+    """
+    q, k, v, *lengths = args
+    out, lse = call(dataclasses.replace(p, return_lse=True), *args)
+    return (out, lse) if p.return_lse else out, (q, k, v, out, lse, *lengths)
+
+
+def vjp_bwd(call: Call, p: FlashAttentionProblem, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+    """Calls the backward operation once; lengths have no cotangent."""
+    q, k, v, out, lse, *lengths = residuals
+    d_out, d_lse = cotangent if p.return_lse else (cotangent, None)
+    params = dict(call.params)  # type: ignore[attr-defined]
+    shared = {field.name: getattr(p, field.name) for field in dataclasses.fields(p) if field.name != "return_lse"}
+    posed = FlashAttentionBackwardProblem(
+        **shared, lse_cotangent=d_lse is not None, deterministic=params.pop("deterministic", False)
+    )
+    d_out = jnp.zeros(out.shape, out.dtype) if d_out is None else d_out
+    cotangents = (d_out,) if d_lse is None else (d_out, d_lse)
+    dqkv = call(FLASH_ATTENTION_BACKWARD, posed, q, k, v, out, lse, *cotangents, *lengths, **params)
+    return *dqkv, *(None for _ in lengths)
+
+
+def batch(call: Call, p: FlashAttentionProblem, args: Any, dims: Any) -> tuple[Any, Any]:
+    """Batches a call by adding sequences, or heads if only the queries are batched.
+
+    Queries that share keys, values and lengths become additional query heads of each group.
+    """
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    if dims[0] is not None and all(dim is None for dim in dims[1:]):
+        return _as_heads(call, p, args, dims[0], size)
+    many = dataclasses.replace(p, batch=size * p.batch)
+    return call(many, *(in_front(x, each, size) for x, each in zip(args, dims, strict=True))), 0
+
+
+def _as_heads(call: Call, p: FlashAttentionProblem, args: Any, dim: int, size: int) -> tuple[Any, Any]:
+    """Folds the new axis of q into its heads, between key head and group: query head n uses key head n // group."""
+    q, *shared = args
+    q = jnp.moveaxis(q, dim, 0)
+    *sequences, q_len, _, head_dim = q.shape[1:]
+    q = q.reshape(size, *sequences, q_len, p.kv_heads, p.group, head_dim)
+    q = jnp.moveaxis(q, 0, -3).reshape(*sequences, q_len, size * p.heads, head_dim)
+    results = call(dataclasses.replace(p, heads=size * p.heads), q, *shared)
+
+    def apart(x: jax.Array, before: tuple[int, ...]) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(*before, p.kv_heads, size, p.group, -1), -3, 0)
+        return x.reshape(size, *before, p.heads, -1)
+
+    if not p.return_lse:
+        return apart(results, (*sequences, q_len)), 0
+    out, lse = results
+    return (apart(out, (*sequences, q_len)), apart(lse, tuple(sequences))), 0
+
+
+def shard(p: FlashAttentionProblem) -> Sharding[FlashAttentionProblem]:
+    lengths = ["lengths"] * len(p.length_operands())
+    return problem.sharding_by_heads(p, ["q", "k", "v", *lengths], ["out", "lse"] if p.return_lse else ["out"])

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention.formula import attention
 from search_spaces.attention.problem import AttentionProblem
+from search_spaces.attention.xla import attention
 from search_spaces.problem import Arrays, Tolerance
 
 # Tolerance of a log-sum-exp. Logits are float32 sums; a TF32 product of float32 operands has a relative error of 2^-11.

@@ -1,7 +1,7 @@
 """Flash attention backward: ``FLASH_ATTENTION_BACKWARD``, its problem and its kernels."""
 
 from search_spaces import jax_compat
-from search_spaces.flash_attention_backward import from_cudnn, rules
+from search_spaces.flash_attention_backward import cudnn, problem
 from search_spaces.flash_attention_backward.cudnn import CudnnFlashAttentionBackward
 from search_spaces.flash_attention_backward.hopper import MosaicGpuFlashAttentionBackward
 from search_spaces.flash_attention_backward.interpret import InterpretedFlashAttentionBackward
@@ -20,9 +20,9 @@ FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
         XlaFlashAttentionBackward(),
     ),
     params=("scale", "softcap"),
-    batch=rules.batch,
-    equations={jax_compat.CUDNN_ATTENTION_BACKWARD: from_cudnn.posed},
-    shard=rules.shard,
+    batch=problem.batch,
+    equations={jax_compat.CUDNN_ATTENTION_BACKWARD: cudnn.problem_of_equation},
+    shard=problem.shard,
 )
 
 __all__ = ["FLASH_ATTENTION_BACKWARD", "FlashAttentionBackwardProblem"]

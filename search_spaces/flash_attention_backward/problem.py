@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from search_spaces import reference_programs, special_values
-from search_spaces.attention.formula import attention
+from search_spaces import checking
+from search_spaces.attention import problem
 from search_spaces.attention.problem import AttentionProblem
+from search_spaces.attention.xla import attention
+from search_spaces.front_end import in_front
 from search_spaces.problem import Arrays, Problem, Tolerance
+from search_spaces.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +105,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         if kind == "large":
             return self._after_forward((*self.with_common_logit(q, k), v), cotangents, lengths)
         qkv = self.special_qkv(kind, (q, k, v))
-        return self._after_forward(qkv, special_values.altered(cotangents, kind), lengths)
+        return self._after_forward(qkv, checking.with_special_values(cotangents, kind), lengths)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Scales `tolerance` by the size of the terms of a gradient for "large" and "halves", as terms may cancel.
@@ -120,7 +123,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         self, qkv: Sequence[jax.Array], cotangents: Sequence[jax.Array], lengths: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
         """Returns all operands, with the forward results of `qkv`."""
-        out, lse = reference_programs.run(_forward, *qkv, *lengths, problem=self)
+        out, lse = checking.run_program(_forward, *qkv, *lengths, problem=self)
         return *qkv, out, lse, *cotangents, *lengths
 
     @property
@@ -149,3 +152,23 @@ class FlashAttentionBackwardProblem(AttentionProblem):
 def _forward(*args: jax.Array, problem: FlashAttentionBackwardProblem) -> tuple[jax.Array, jax.Array]:
     out, lse = attention(problem, *args)
     return out.astype(problem.dtype), lse
+
+
+# ------------------------------------------------------------------------------
+# Batching and sharding rules of the attention gradients: batched over sequences, sharded over sequences and heads.
+
+
+def batch(call: Callable[..., Any], p: FlashAttentionBackwardProblem, args: Any, dims: Any) -> tuple[Any, int]:
+    """Batches a call by adding sequences; operands without a batch axis are repeated, as gradients are per element."""
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    many = dataclasses.replace(p, batch=size * p.batch)
+    return call(many, *(in_front(x, dim, size) for x, dim in zip(args, dims, strict=True))), 0
+
+
+def shard(p: FlashAttentionBackwardProblem) -> Sharding[FlashAttentionBackwardProblem]:
+    """Returns the sharding rule.
+
+    If the heads of a group are sharded, gradients of keys and values are summed over devices in their own dtype.
+    """
+    cotangents = ["out", *["lse"] * p.lse_cotangent, *["lengths"] * len(p.length_operands())]
+    return problem.sharding_by_heads(p, ["q", "k", "v", "out", "lse", *cotangents], ["q", "k", "v"])

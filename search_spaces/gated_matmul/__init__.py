@@ -1,6 +1,6 @@
 """The gated matmul, a product times the activation of another one: ``GATED_MATMUL``, its problem and its kernels."""
 
-from search_spaces.gated_matmul import front_end, recognise, rules
+from search_spaces.gated_matmul import front_end, problem
 from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul
 from search_spaces.gated_matmul.interpret import InterpretGatedMatmul
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
@@ -12,11 +12,11 @@ GATED_MATMUL = Operation[GatedMatmulProblem](
     name="gated_matmul",
     problem=GatedMatmulProblem,
     kernels=(MosaicGpuGatedMatmul(), MosaicTpuGatedMatmul(), InterpretGatedMatmul(), XlaGatedMatmul()),
-    jvp=rules.jvp,
-    batch=rules.batch,
+    jvp=front_end.jvp,
+    batch=front_end.batch,
     front_end=front_end.bind,
-    recognise=recognise.recognise,
-    shard=rules.shard,
+    recognise=problem.recognise,
+    shard=front_end.shard,
 )
 
 __all__ = ["GATED_MATMUL", "GatedMatmulProblem"]

@@ -2,7 +2,7 @@
 
 from jax import lax
 
-from search_spaces.matmul import from_dot_general, front_end, rules
+from search_spaces.matmul import front_end, rules
 from search_spaces.matmul.hopper import MosaicGpuBf16x3Matmul, MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
@@ -26,7 +26,7 @@ MATMUL = Operation(
     transpose=rules.transpose,
     batch=rules.batch,
     front_end=front_end.bind,
-    equations={lax.dot_general_p: from_dot_general.posed},
+    equations={lax.dot_general_p: front_end.problem_of_dot_general},
     shard=rules.shard,
 )
 

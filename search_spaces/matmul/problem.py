@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,10 +15,52 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import special_values
-from search_spaces.dtypes import did_you_mean
-from search_spaces.matmul import epilogue, several_results
-from search_spaces.problem import PROPORTIONAL, Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
+from search_spaces import checking
+from search_spaces.matmul import epilogue
+from search_spaces.problem import PROPORTIONAL, Arrays, Problem, TakeRows, Tolerance, did_you_mean, nbytes, scaled
+
+# ------------------------------------------------------------------------------
+# The column counts of a matmul with several results, as text and as numbers, and the split of the columns.
+
+
+def format_sizes(sizes: Sequence[int] | str) -> str:
+    """Formats column counts as in a problem or on a command line, ``"4096+1024+1024"``; returns text unchanged.
+
+    Raises:
+      TypeError: the sizes are not integers.
+    """
+    if isinstance(sizes, str):
+        return sizes
+    try:
+        return "+".join(str(operator.index(size)) for size in sizes)
+    except TypeError:
+        raise TypeError(f"split_sizes={sizes!r} is no sequence of integers, such as (4096, 1024, 1024)") from None
+
+
+def split_numbers(text: str) -> tuple[int, ...]:
+    """Parses the text that `spelled` returns.
+
+    Raises:
+      ValueError: a number is not positive, or there is only one.
+    """
+    each = text.split("+")
+    if not all(number.isascii() and number.isdecimal() and int(number) > 0 for number in each):
+        raise ValueError(f"split_sizes={text!r} wants the columns of each result, 1 or more, such as 4096+1024+1024")
+    if len(each) == 1:
+        raise ValueError(f"split_sizes={text} is a single result: leave it out")
+    return tuple(map(int, each))
+
+
+def check_split(sizes: tuple[int, ...], n: int) -> None:
+    """Raises a ValueError if the sizes do not add up to `n` columns."""
+    if sum(sizes) != n:
+        raise ValueError(f"split_sizes={format_sizes(sizes)} adds up to {sum(sizes)} columns, and the product has {n}")
+
+
+def cut_columns(whole: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Splits the columns of an array into arrays of these sizes."""
+    return tuple(lax.split(whole, sizes, axis=whole.ndim - 1))
+
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operand dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: the caller scales
@@ -107,9 +150,9 @@ class MatmulProblem(Problem):
             raise ValueError(f"residual={self.residual} with split_sizes={self.split_sizes}: add it to the results")
         # Each problem has one spelling; otherwise a cache would store it twice.
         if self.split_sizes:
-            sizes = several_results.numbers(self.split_sizes)
-            several_results.check(sizes, self.n)
-            object.__setattr__(self, "split_sizes", several_results.spelled(sizes))
+            sizes = split_numbers(self.split_sizes)
+            check_split(sizes, self.n)
+            object.__setattr__(self, "split_sizes", format_sizes(sizes))
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
         if self.dtype != "float32" and self.precision != "default":
@@ -201,7 +244,7 @@ class MatmulProblem(Problem):
     @property
     def columns(self) -> tuple[int, ...]:
         """The number of columns of each result."""
-        return several_results.numbers(self.split_sizes) if self.split_sizes else (self.n,)
+        return split_numbers(self.split_sizes) if self.split_sizes else (self.n,)
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -222,7 +265,7 @@ class MatmulProblem(Problem):
 
     def cut(self, whole: Any) -> Any:
         """Splits an array of all columns into the results, as in `result`."""
-        return several_results.cut(whole, self.columns) if self.split_sizes else whole
+        return cut_columns(whole, self.columns) if self.split_sizes else whole
 
     @property
     def acc_dtype(self) -> Any:
@@ -273,7 +316,7 @@ class MatmulProblem(Problem):
 
         Kernels may multiply float32 as a sum of narrower parts, which turns infinities into NaN.
         """
-        kinds = special_values.kinds_of([jnp.dtype(self.dtype)])
+        kinds = checking.kinds_of([jnp.dtype(self.dtype)])
         return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
@@ -281,7 +324,7 @@ class MatmulProblem(Problem):
         if self.dtype != "int8":
             return super().special_inputs(kind, seed)
         a, b = self.inputs(seed)
-        return *special_values.altered((a,), kind), b
+        return *checking.with_special_values((a,), kind), b
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Returns a tolerance in proportion to the results, for results that are several standard deviations large.
@@ -317,7 +360,7 @@ class MatmulProblem(Problem):
             m=odd_below(self.m, 0),
             n=sum(columns),
             k=odd_below(self.k, 4),
-            split_sizes=self.split_sizes and several_results.spelled(columns),
+            split_sizes=self.split_sizes and format_sizes(columns),
         )
         return None if below == self else below
 

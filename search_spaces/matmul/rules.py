@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from search_spaces.front_end import axes_of
 from search_spaces.matmul.problem import RESULTS, MatmulProblem, as_rows
 from search_spaces.problem import Arrays
 from search_spaces.sharding import Sharding
-from search_spaces.unfolded import axes_of
 
 Call = Callable[..., Any]
 

@@ -1,7 +1,7 @@
 """The matmul of narrow operands and their scales: ``SCALED_MATMUL``, its problem and its kernels."""
 
 from search_spaces.operation import Operation
-from search_spaces.scaled_matmul import front_end, rules
+from search_spaces.scaled_matmul import front_end
 from search_spaces.scaled_matmul.hopper import MosaicGpuScaledMatmul
 from search_spaces.scaled_matmul.problem import ScaledMatmulProblem
 from search_spaces.scaled_matmul.xla import XlaScaledMatmul
@@ -10,9 +10,9 @@ SCALED_MATMUL = Operation[ScaledMatmulProblem](
     name="scaled_matmul",
     problem=ScaledMatmulProblem,
     kernels=(MosaicGpuScaledMatmul(), XlaScaledMatmul()),
-    batch=rules.batch,
+    batch=front_end.batch,
     front_end=front_end.bind,
-    shard=rules.shard,
+    shard=front_end.shard,
 )
 
 __all__ = ["SCALED_MATMUL", "ScaledMatmulProblem"]

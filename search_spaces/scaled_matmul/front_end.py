@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from search_spaces.front_end import unposed, weakly_typed
-from search_spaces.operation import Bound, Unbound
+from search_spaces.front_end import in_front, lead, unsupported_reason, weakly_typed
+from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem, dequantized
+from search_spaces.sharding import Sharding
 from search_spaces.space import cdiv
-from search_spaces.unfolded import lead
 
 
 def bind(
     a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool = False, out_dtype: Any = "bfloat16"
-) -> Bound[ScaledMatmulProblem] | Unbound:
+) -> BoundCall[ScaledMatmulProblem] | Unsupported:
     """Binds a call of `scheduler.tuned_scaled_matmul` to a problem; the arguments are those of the call.
 
     Raises:
@@ -43,7 +45,7 @@ def bind(
             raise TypeError(f"{name} is {dtype}; operands and scales are real: multiply complex ones by tuned_matmul")
     if (reason := _unposed(a, b, a_scale, b_scale)) is not None:
         answer = functools.partial(_formula, a, b, a_scale, b_scale, transpose_b=transpose_b, out_dtype=out_dtype)
-        return Unbound(reason, answer)
+        return Unsupported(reason, answer)
     m, blocks_of_a = math.prod(leading), a_scale.shape[len(leading) :]
     matrices = (
         jax.ShapeDtypeStruct((m, k), a.dtype),
@@ -54,7 +56,7 @@ def bind(
     problem = ScaledMatmulProblem.of(*matrices, transpose_b=bool(transpose_b), out_dtype=out_dtype)
     rows = lead(leading)
     operands = (a.reshape(*rows, k), b, a_scale.reshape(*rows, *blocks_of_a), b_scale)
-    return Bound(problem, operands, lambda out: out.reshape(*leading, n))
+    return BoundCall(problem, operands, lambda out: out.reshape(*leading, n))
 
 
 def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
@@ -69,7 +71,7 @@ def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]
 
 def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any) -> str | None:
     """Returns the reason why no problem describes the operands, or None."""
-    if reason := unposed({"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}):
+    if reason := unsupported_reason({"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}):
         return reason
     if reason := weakly_typed(a, b):
         return reason
@@ -84,3 +86,29 @@ def _formula(a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool, o
     """Computes the product of the dequantized operands, of any dtypes."""
     left, right = dequantized(*map(jnp.asarray, (a, b, a_scale, b_scale)), transpose_b=transpose_b)
     return jnp.matmul(left, right.T if transpose_b else right).astype(out_dtype)
+
+
+# ------------------------------------------------------------------------------
+# The batching and sharding rules of a scaled matmul; its derivative is that of XLA's program.
+
+
+def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
+    """Merges batched rows into m, with batched or shared scales; returns None if `b` or its scales are batched."""
+    a_dim, b_dim, a_scale_dim, b_scale_dim = dims
+    if a_dim is None or b_dim is not None or b_scale_dim is not None:
+        return None
+    a, b, a_scale, b_scale = args
+    size = a.shape[a_dim]
+    many = dataclasses.replace(p, m=size * p.m)
+    return call(many, in_front(a, a_dim, size), b, in_front(a_scale, a_scale_dim, size), b_scale), 0
+
+
+def shard(p: ScaledMatmulProblem) -> Sharding[ScaledMatmulProblem]:
+    """Returns the sharding rule: rows, and columns of `b` with scales by rows; blocks of 128 stay on one device."""
+    b = "n k" if p.transpose_b else "k n"
+    blocks = "blocks_n blocks_k" if p.transpose_b else "blocks_k blocks_n"
+    a_scale = "m blocks_k" if p.a_scales == "blocks" else "m"
+    by_rows = p.b_scales == "rows"
+    return Sharding(
+        f"m k, {b}, {a_scale}, {'n' if by_rows else blocks} -> m n", divided=("m", "n") if by_rows else ("m",)
+    )

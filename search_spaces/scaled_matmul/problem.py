@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import reference_programs, special_values
+from search_spaces import checking
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
 from search_spaces.problem import Problem, TakeRows, Tolerance
 
@@ -125,15 +125,15 @@ class ScaledMatmulProblem(Problem):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Returns standard normal operands, and scales between ``1 / LARGEST_SCALE`` and `LARGEST_SCALE`."""
         a, b, *scales = super().inputs(seed)
-        return a, b, *(reference_programs.run(_as_scale, x) for x in scales)
+        return a, b, *(checking.run_program(_as_scale, x) for x in scales)
 
     def special(self) -> tuple[str, ...]:
-        return special_values.KINDS
+        return checking.VALUE_KINDS
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Alters the operands only: scales that map operands to their dtype's range are finite and nonzero."""
         a, b, *scales = self.inputs(seed)
-        return *special_values.altered((a, b), kind), *scales
+        return *checking.with_special_values((a, b), kind), *scales
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Returns the tolerance of a product of 8-bit floats (see `MatmulProblem.special_tolerance`)."""

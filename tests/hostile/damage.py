@@ -26,12 +26,11 @@ from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
-from scheduler.core.records import Calibration, Entry, Environment, Failure, Measurement, Record, Trial
+from scheduler.core.records import Calibration, Entry, Environment, Failure, Measurement, Record, Trial, key_of
 from scheduler.dispatch import dispatch
-from scheduler.model.feasibility import illegal
+from scheduler.model.pruning import illegal
 from scheduler.search import tuner
-from scheduler.store import patience, store
+from scheduler.store import cache, store
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.problem import Problem
 
@@ -118,7 +117,7 @@ def cache_at(path: Path) -> Iterator[None]:
         yield
     finally:
         scheduler.reload()
-        patience.forget()
+        cache.forget_patience()
         if before is None:
             del os.environ["TILE_SCHEDULER_CACHE"]
         else:

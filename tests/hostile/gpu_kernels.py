@@ -15,7 +15,7 @@ import pytest
 from attack import Tried, seeded
 from random_problems import _differs
 
-from scheduler.model.feasibility import illegal
+from scheduler.model.pruning import illegal
 from search_spaces import load
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter

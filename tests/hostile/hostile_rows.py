@@ -16,7 +16,7 @@ import damage
 from attack import Tried, seeded
 
 from scheduler.core.hardware import CPU
-from scheduler.core.identity import key_of
+from scheduler.core.records import key_of
 from scheduler.store.schema import MIGRATIONS
 from search_spaces.matmul import MATMUL
 

@@ -21,7 +21,7 @@ from random_calls import Call, a_flash_attention_backward, drawn
 from scheduler import tuned
 from scheduler.core.hardware import CPU
 from search_spaces import load
-from search_spaces.operation import Bound
+from search_spaces.operation import BoundCall
 from search_spaces.problem import Tolerance, as_tuple
 
 WAYS = ("eager", "jit", "schedule", "schedule", "schedule", "vmap", "gradient", "x64")
@@ -57,7 +57,7 @@ def wrong(call: Call, way: str, draw: random.Random) -> str | None:
     f = functools.partial(tuned(load(call.operation)), **call.options)
     arrays, named = call.made(call.dtypes), _named(call)
     bound = load(call.operation).bind(*arrays, **named, **call.options)
-    if not isinstance(bound, Bound):
+    if not isinstance(bound, BoundCall):
         actual = as_tuple((jax.jit(f) if way == "jit" else f)(*arrays, **named))
         return _differs(actual, _right(call), [_loose(x.dtype) for x in actual])
     operation, problem = load(call.operation), bound.problem
@@ -141,7 +141,7 @@ def _wrong_mapped(call: Call, draw: random.Random) -> str | None:
     first = _right(call)
     other = [x[::-1] for x in first] if whole else as_tuple(call.right(np, *second, **call.named))
     bound = load(call.operation).bind(*call.made(call.dtypes), **_named(call), **call.options)
-    allowed = bound.problem.tolerance() if isinstance(bound, Bound) else [_loose(x.dtype) for x in actual]
+    allowed = bound.problem.tolerance() if isinstance(bound, BoundCall) else [_loose(x.dtype) for x in actual]
     return _differs(actual, [np.stack(pair) for pair in zip(first, other, strict=True)], allowed)
 
 
@@ -201,5 +201,5 @@ def _wrong_wide(call: Call, draw: random.Random) -> str | None:
     arrays = call.made(dtypes)
     actual = as_tuple(tuned(load(call.operation))(*arrays, **named, **options))
     bound = load(call.operation).bind(*arrays, **named, **options)
-    allowed = bound.problem.tolerance() if isinstance(bound, Bound) else [_loose(x.dtype) for x in actual]
+    allowed = bound.problem.tolerance() if isinstance(bound, BoundCall) else [_loose(x.dtype) for x in actual]
     return _differs(actual, _right(call), allowed)

@@ -11,16 +11,12 @@ Raises:
 from __future__ import annotations
 
 from scheduler.core.errors import NothingToDraw
-from scheduler.inspect.plots.best_so_far import best_so_far
-from scheduler.inspect.plots.block_sizes import block_sizes
-from scheduler.inspect.plots.files import png, svg
-from scheduler.inspect.plots.gains import gains
-from scheduler.inspect.plots.landscape import landscape
-from scheduler.inspect.plots.predictions import predictions
-from scheduler.inspect.plots.roofline import roofline
+from scheduler.inspect.plots.gallery import png, svg
+from scheduler.inspect.plots.roofline import gains, roofline
+from scheduler.inspect.plots.search import best_so_far, predictions
 from scheduler.inspect.plots.style import available
-from scheduler.inspect.plots.tiles import tiles
-from scheduler.inspect.plots.time_breakdown import time_breakdown
+from scheduler.inspect.plots.tiles import block_sizes, tiles
+from scheduler.inspect.plots.time_breakdown import landscape, time_breakdown
 
 __all__ = [
     "NothingToDraw",

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import html
+import io
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scheduler.core.errors import NothingToDraw
-from scheduler.core.identity import key_of
-from scheduler.core.records import Record
+from scheduler.core.records import Record, key_of
 from scheduler.inspect import case as cases_of
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.best_so_far import best_so_far
-from scheduler.inspect.plots.block_sizes import block_sizes
-from scheduler.inspect.plots.gains import gains
-from scheduler.inspect.plots.landscape import landscape
-from scheduler.inspect.plots.predictions import predictions
-from scheduler.inspect.plots.roofline import roofline
-from scheduler.inspect.plots.tiles import tiles
-from scheduler.inspect.plots.time_breakdown import time_breakdown
+from scheduler.inspect.plots.roofline import gains, roofline
+from scheduler.inspect.plots.search import best_so_far, predictions
+from scheduler.inspect.plots.style import DPI, FONT
+from scheduler.inspect.plots.tiles import block_sizes, tiles
+from scheduler.inspect.plots.time_breakdown import landscape, time_breakdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,3 +93,45 @@ def _tuned(one: Case, records: Sequence[Record]) -> Case:
     key = key_of(one.operation, one.problem, one.hardware)
     record = next((record for record in records if record.key == key), None)
     return one if record is None else Case(one.operation, one.problem, one.hardware, record)
+
+
+# ------------------------------------------------------------------------------
+# Converts a figure to SVG text, or to a PNG.
+
+
+def svg(drawn: Figure) -> str:
+    """Returns `drawn` as an SVG element. The text is reproducible, and its ids are unique among figures."""
+    from matplotlib import style
+
+    file = io.StringIO()
+    with style.context(["default", FONT | {"svg.fonttype": "none", "svg.hashsalt": "tile-scheduler"}]):
+        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
+    # matplotlib derives ids from floating-point coordinates, which differ between runs in the last bit. They are
+    # replaced by numbers.
+    ids = {name: f"{number}" for number, name in enumerate(re.findall(r'\bid="([^"]+)"', text))}
+    text = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', lambda found: f"{found[1]}@{ids[found[2]]}", text)
+    own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    text = re.sub(r'(\bid="|href="#|url\(#)@', rf"\g<1>{own}-", text)
+    # A global CSS selector would apply to the whole page, so it is restricted to this element.
+    text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
+    label = html.escape(str(drawn.get_label()), quote=True)
+    return text.replace("<svg ", f'<svg id="{own}" role="img" aria-label="{label}" ', 1).rstrip() + "\n"
+
+
+def _shorter(number: re.Match[str]) -> str:
+    """Rounds a coordinate to a hundredth of a point, which is not visible."""
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def png(drawn: Figure) -> bytes:
+    """Returns `drawn` as a PNG, 1,600 pixels wide."""
+    from matplotlib import style
+
+    file = io.BytesIO()
+    with style.context(["default", FONT]):
+        drawn.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()

@@ -11,11 +11,8 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from scheduler.core.records import Key, Trial
-from scheduler.inspect.report.article import article
-from scheduler.inspect.report.elements import element, written
-from scheduler.inspect.report.gather import Told
-from scheduler.inspect.report.overview import overview
-from scheduler.inspect.report.pictures import Pictures, colours
+from scheduler.inspect.report.article import article, overview
+from scheduler.inspect.report.content import Pictures, Told, element, picture_colours, written
 
 _HERE = Path(__file__).parent
 
@@ -60,7 +57,7 @@ def page(
                 for (ident, told), found in zip(named, pictures.of_record, strict=True)
             ),
         ),
-        element("script", colours(), type="application/json", id="colours"),
+        element("script", picture_colours(), type="application/json", id="colours"),
         element("script", script),
     )
     head = element(

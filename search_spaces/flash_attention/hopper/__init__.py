@@ -1,8 +1,7 @@
 """Flash attention forward on Hopper: warp-specialized Mosaic GPU kernels for prefill and decode."""
 
-from search_spaces.flash_attention.hopper.decode import MosaicGpuFlashDecoding
-from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule
-from search_spaces.flash_attention.hopper.launch import MosaicGpuFlashAttention
+from search_spaces.flash_attention.hopper.decode import FlashDecodingSchedule, MosaicGpuFlashDecoding
+from search_spaces.flash_attention.hopper.kernel import MosaicGpuFlashAttention
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
 
 __all__ = ["FlashAttentionSchedule", "FlashDecodingSchedule", "MosaicGpuFlashAttention", "MosaicGpuFlashDecoding"]

@@ -20,15 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
-from search_spaces.attention.hopper.visibility import visible
-from search_spaces.attention.hopper.zero_rows import zero_rows_from
-from search_spaces.flash_attention.hopper.cta import Cta
-from search_spaces.flash_attention.hopper.softmax import RowState, over_columns
-from search_spaces.flash_attention.hopper.tile_order import Tile
-from search_spaces.hopper import wgmma_async
+from search_spaces.attention import hopper
+from search_spaces.attention.hopper import visible, zero_rows_from
+from search_spaces.flash_attention.hopper.cta import Cta, RowState, over_columns
+from search_spaces.flash_attention.hopper.schedule import Tile
+from search_spaces.hopper import synchronization
 from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.hopper.named_barriers import Turns, synchronize_warpgroup
+from search_spaces.hopper.synchronization import Turns, synchronize_warpgroup
 from search_spaces.jax_compat import plgpu
 
 
@@ -110,7 +108,7 @@ class Consumer:
     def load_q(self, tile: Tile) -> None:
         cta = self.cta
         place = tile.batch, self.row(tile), tile.head
-        rows_of_heads.load(cta.t.q_tile, cta.q, place, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
+        hopper.load_head_rows(cta.t.q_tile, cta.q, place, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
 
     def seen(self, tile: Tile, j: Any) -> Any:
         """Returns the mask of visible keys in the block of step `j`; None if no block of the problem needs a mask."""
@@ -146,7 +144,7 @@ class Consumer:
         """Starts ``q k^T`` and returns the operand of `wait_for_logits`."""
         t, q, k = self.cta.t, self.cta.q_smem.at[self.warpgroup], self.cta.k_smem.at[self.cta.stage(step)]
         if acc is None:
-            return products.start(
+            return hopper.start_product(
                 None,
                 q,
                 k,
@@ -161,7 +159,7 @@ class Consumer:
     def wait_for_logits(self, started: Any, pending: int) -> Any:
         """Waits until at most `pending` later groups are in flight, and returns the products."""
         if self.cta.t.untiled:
-            return wgmma_async.wait(pending, started)
+            return synchronization.wait_wgmma(pending, started)
         return plgpu.wgmma_accumulator_load(started, wait_n=pending) if pending else started[...]
 
     def start_product_of_values(self, o: Any, p: Any, step: Any, seen_values: Any) -> Any:
@@ -169,7 +167,7 @@ class Consumer:
         plgpu.barrier_wait(cta.v_full.at[stage])
         if seen_values is not None:
             zero_rows_from(seen_values, cta.t.v_tile, cta.v_smem.at[stage])
-        return register_wgmma.start(o, p, cta.v_smem.at[stage], cta.t.swizzle(cta.t.p.value_dim))
+        return hopper.start_register_wgmma(o, p, cta.v_smem.at[stage], cta.t.swizzle(cta.t.p.value_dim))
 
     def first_step(self, tile: Tile) -> Carry:
         """Runs the first step of the CTA, which has no previous product to overlap."""
@@ -315,7 +313,7 @@ class Consumer:
             def wait() -> None:
                 self.wait_for_keys(step + 1)
 
-            o = register_wgmma.finish(o)
+            o = hopper.finish_register_wgmma(o)
             plgpu.barrier_arrive(cta.v_empty.at[cta.stage(step - 1)])
             if not early and not new_tile:
                 o = o * over_columns(rescale, o)
@@ -329,7 +327,7 @@ class Consumer:
         o = carry.o
         if self.cta.t.early_rescale:
             o = o * over_columns(carry.rescale, o)
-        o = register_wgmma.finish(self.start_product_of_values(o, carry.p, step, seen_values))
+        o = hopper.finish_register_wgmma(self.start_product_of_values(o, carry.p, step, seen_values))
         plgpu.barrier_arrive(self.cta.v_empty.at[self.cta.stage(step)])
         return o
 
@@ -350,7 +348,7 @@ class Consumer:
             if p.return_lse and first == 0:
                 cta.lse_smem[self.warpgroup] = lse
             plgpu.commit_smem()
-            rows_of_heads.store(staged, cta.out, (tile.batch, row, tile.head), smem, column=first)
+            hopper.store_head_rows(staged, cta.out, (tile.batch, row, tile.head), smem, column=first)
         if p.return_lse:
             rows_of_lse = cta.lse.at[tile.batch, tile.head, pl.ds(row, WGMMA_ROWS)]
             plgpu.copy_smem_to_gmem(cta.lse_smem.at[self.warpgroup], rows_of_lse)

@@ -26,17 +26,89 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
-from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
-from search_spaces.attention.hopper.zero_rows import zero_rows_from
+from search_spaces.attention import hopper
+from search_spaces.attention.hopper import zero_rows_from
 from search_spaces.attention.problem import Lengths
-from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
-from search_spaces.flash_attention.hopper.decode_mask import mask_columns
-from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
-from search_spaces.hopper import wgmma_async
+from search_spaces.flash_attention.hopper.combine import (
+    CONSUMER_REGISTERS,
+    LOWEST,
+    PRODUCER_REGISTERS,
+    RANK,
+    DecodePlan,
+    SplitCombine,
+    natural,
+    store_fragment,
+)
+from search_spaces.hopper import synchronization
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
-from search_spaces.hopper.pipeline import Pipeline
-from search_spaces.jax_compat import interprets, plgpu
+from search_spaces.hopper.synchronization import Pipeline
+from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
+
+# ------------------------------------------------------------------------------
+# Masks logits in registers by the first column and the end of the columns that each row sees.
+#
+# A comparison with an array of column indices would need as many registers as the logits: LLVM keeps that array in
+# registers, because it is the same for all blocks. Here a column index is the first column of the thread plus a
+# constant. The first column is subtracted from the bounds, and the constant is an immediate of the compare
+# instruction.
+
+# Layout of wgmma accumulators (PTX ISA, register fragments of wgmma.mma_async): a thread has two of every eight columns
+# in two rows, and four threads share a row.
+COLUMNS, EACH, HALVES = 8, 2, 2
+SHARING = COLUMNS // EACH
+
+
+def mask_columns(x: jax.Array, end: jax.Array, *first: jax.Array) -> jax.Array:
+    """Returns `x` where ``first[row] <= column < end[row]``, and minus infinity elsewhere.
+
+    Args:
+      x: float32 ``[64, columns]`` in the layout of wgmma accumulators.
+      end, first: int32 ``[64]`` in the layout of the rows of `x`. `first` is optional, and defaults to column 0.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    def meaning(x: jax.Array, end: jax.Array, *first: jax.Array) -> jax.Array:
+        column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        seen = column < end[:, None]
+        for one in first:
+            seen &= column >= one[:, None]
+        return jnp.where(seen, x, -jnp.inf)
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(layout, *[layout.reduce(1)] * (1 + len(first))),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def mask(_: Any, x: Any, *limits: Any) -> Any:
+        bits, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        own = arith.muli(arith.remui(mgpu.thread_idx(), mgpu.c(SHARING, bits)), mgpu.c(EACH, bits))
+        end, *first = ([arith.subi(_scalar(limit), own) for limit in each.registers.flat] for each in limits)
+        hidden = mgpu.c(float("-inf"), f32)
+        registers = x.registers.copy()
+        for number, pair in enumerate(x.registers.flat):
+            block, half = divmod(number, HALVES)
+            elements = []
+            for position in range(EACH):
+                column = mgpu.c(block * COLUMNS + position, bits)
+                element = vector.extract(pair, [], [position])
+                shown = arith.cmpi(arith.CmpIPredicate.slt, column, end[half])
+                for one in first:
+                    shown = arith.andi(shown, arith.cmpi(arith.CmpIPredicate.sge, column, one[half]))
+                elements.append(arith.select(shown, element, hidden))
+            registers.flat[number] = vector.from_elements(pair.type, elements)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    masked: jax.Array = mask(x, end, *first)
+    return masked
+
+
+def _scalar(register: Any) -> Any:
+    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+
 
 # Maximum fragments of a result whose stores are unrolled.
 MOST_UNROLLED = 8
@@ -196,7 +268,7 @@ def produce(cta: Cta) -> None:
         for pipeline, array, tile, name in zip(cta.keys, (cta.k, cta.v), tiles, "kv", strict=True):
             stage = pipeline.stage(step)
             pipeline.producer_acquire(step, stage)
-            rows_of_heads.load(tile, array, where, smem[name].at[stage], pipeline.full.at[stage])
+            hopper.load_head_rows(tile, array, where, smem[name].at[stage], pipeline.full.at[stage])
 
     lax.fori_loop(cta.first, cta.end, load, None)
     for pipeline in cta.keys:
@@ -283,10 +355,10 @@ def _product(acc: Any, a: Any, b: Any) -> jax.Array:
 def _logits(plan: DecodePlan, q: Any, k: Any) -> jax.Array:
     if plan.untiled:
         transforms = plan.q_tile.transforms, plan.k_tile.transforms
-        started = products.start(
+        started = hopper.start_product(
             None, q, k, columns=plan.block_kv, transforms=transforms, transpose_a=False, transpose_b=True
         )
-        return wgmma_async.wait(0, started)
+        return synchronization.wait_wgmma(0, started)
     found: jax.Array = pl.run_scoped(
         lambda acc: _product(acc, q, k.T), plgpu.ACC((WGMMA_ROWS, plan.block_kv), jnp.float32)
     )
@@ -296,7 +368,7 @@ def _logits(plan: DecodePlan, q: Any, k: Any) -> jax.Array:
 def _add_product(plan: DecodePlan, o: jax.Array, p: jax.Array, v: Any) -> jax.Array:
     """Returns ``o + p v``; the interpreter's wgmma does not support probabilities in registers."""
     if plan.untiled:
-        return register_wgmma.finish(register_wgmma.start(o, p, v, plan.swizzle))
+        return hopper.finish_register_wgmma(hopper.start_register_wgmma(o, p, v, plan.swizzle))
     if interprets():
         return o + jnp.dot(p.astype(jnp.float32), v[...].astype(jnp.float32))
 

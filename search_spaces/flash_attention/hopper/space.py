@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.flash_attention.hopper import steps
-from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
-from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
+from search_spaces.flash_attention.hopper import schedule
+from search_spaces.flash_attention.hopper.schedule import REGISTERS, FlashAttentionSchedule, Tiling, round_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.space import Space, cdiv
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import padded_bytes
+from search_spaces.space import Columns, Space, cdiv, round_up
 
 BLOCKS = (128, 176, 160, 144, 112, 192, 96, 80, 64, 48)
 # Maximum registers per thread for logits, probabilities (float32 and 16 bits) and the result, by number of consumers.
@@ -117,11 +118,11 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             ),
             "persistent CTAs compute several tiles": lambda s: np.logical_not(s.persistent) | (tiles(s) > cores),
             "the steps of persistent CTAs take longer, which a short tile alone repays": lambda s: (
-                np.logical_not(s.persistent) | (steps.mean(p, s) <= MOST_STEPS_PERSISTENT)
+                np.logical_not(s.persistent) | (schedule.mean_steps(p, s) <= MOST_STEPS_PERSISTENT)
             ),
             "the start and the end of a short tile are to be hidden": lambda s: (
                 s.persistent
-                | (steps.mean(p, s) > LEAST_STEPS_ALONE)
+                | (schedule.mean_steps(p, s) > LEAST_STEPS_ALONE)
                 | (tiles(s) <= cores)
                 | (s.order == "longest_first")
             ),
@@ -140,15 +141,123 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
                 (s.order == "snake") | ((s.section <= max(SECTIONS)) & (heads % s.section == 0))
             ),
             "dealt tiles are about as much work for each CTA": lambda s: (
-                (s.order != "snake") | (steps.imbalance(p, s, cores) <= MOST_IMBALANCE)
+                (s.order != "snake") | (schedule.step_imbalance(p, s, cores) <= MOST_IMBALANCE)
             ),
             "tiles of several heads are dealt by length where that evens them out": lambda s: (
                 (s.order != "snake")
                 | by_heads(s)
-                | (steps.imbalance(p, s, cores) <= np.minimum(EVEN, steps.imbalance(p, s, cores, 1) - EVENED_OUT))
+                | (
+                    schedule.step_imbalance(p, s, cores)
+                    <= np.minimum(EVEN, schedule.step_imbalance(p, s, cores, 1) - EVENED_OUT)
+                )
             ),
             "a result that is staged in parts is waited for": lambda s: (
                 (s.epi_tile_n == p.value_dim) | (s.persistent & (p.value_dim > EPI_WHOLE))
             ),
         },
     )
+
+
+# ------------------------------------------------------------------------------
+# The footprint of flash attention forward on Hopper.
+
+# Registers of a consumer thread besides logits, probabilities and the result (ptxas).
+OTHER_REGISTERS = 33
+# FP32 operations of a row at each step: per key, and independent of the keys. SASS of a step of 128 keys at head size
+# 128 has 70 maxima, 68 multiply-adds, 66 products, 62 sums and 32 conversions per thread; 64 of these rescale the
+# result.
+OPERATIONS_PER_KEY = 3.5
+OPERATIONS_PER_ROW = 40
+# Further stages do not hide the waits within a step for products, row maxima and other lanes. Times on an H200 match a
+# pipeline of two stages, for all blocks.
+STAGES = 2
+# Exponentials of a row at each step in addition to one per key. They rescale; each lane of a row computes its own.
+EXPONENTIALS_PER_ROW = 2
+
+
+def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
+    """Returns the footprint; a block is a tile of queries, and a step is one block of keys.
+
+    Sequence lengths are those of the inputs that are measured. The longest tile in `step_range` is the longest of the
+    last tiles on `cores` cores, because the time of longer tiles before these is balanced by other cores.
+    """
+    t = Tiling(p, s)
+    size, rows, computed = t.itemsize, t.rows, t.computed_rows
+    keys = np.minimum(s.block_kv, p.kv_len)
+    consumer, producer = (np.array([REGISTERS[n][i] for n in (1, 2, 3)])[s.consumers - 1] for i in (0, 1))
+    # Mean rows per tile that have a query.
+    queries = p.q_len / t.q_tiles
+    out_bytes = p.value_dim * size + p.return_lse * ACCUMULATOR_BYTES
+    before = [padded_bytes(x.shape, (t.kv_rows, *x.shape[2:]), size) for x in p.qkv()[1:]]
+    out = (t.q_rows, p.heads, p.value_dim)
+    after = [
+        padded_bytes(p.qkv()[0].shape, (t.q_rows, p.heads, p.head_dim), size),
+        padded_bytes(p.out().shape, out, size),
+    ]
+    copies = [float(copy) for copy in (*before, *after)]
+    capped = 1 + p.softcap
+    mean = np.maximum(schedule.mean_steps(p, s) * p.q_share * p.kv_share, 1.0)
+    sections = (s.order != "plain") & (s.section > 1)
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), p.group), t.q_tiles),
+        step=Phase(
+            loads=(
+                Operand(bytes=keys * p.head_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.head_dim), name="k"),
+                Operand(bytes=keys * p.value_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.value_dim), name="v"),
+            ),
+            flops=2.0 * computed * s.block_kv * (p.head_dim + p.value_dim),
+            mufu_ops=computed * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
+            fp32_ops=computed * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
+            # Each consumer reads its queries, and all keys and values.
+            onchip_bytes_read=size
+            * (computed / WGMMA_ROWS)
+            * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
+        ),
+        tile=Phase(
+            loads=(
+                Operand(
+                    bytes=queries * p.head_dim * size,
+                    axes=(0, 1, 2),
+                    name="q",
+                    filled_bytes=rows * p.head_dim * size,
+                    tma_row_bytes=t.swizzle(p.head_dim),
+                ),
+            ),
+            fp32_ops=rows * (1.5 * p.value_dim + OPERATIONS_PER_ROW),
+            mufu_ops=rows * EXPONENTIALS_PER_ROW,
+            bytes_written=queries * out_bytes,
+        ),
+        onchip_bytes=_onchip_bytes(p, s),
+        steps=mean,
+        step_range=(np.minimum(schedule.shortest_steps(p, s), mean), schedule.longest_steps_of_last(p, s, cores)),
+        minor=np.where(sections, np.where(s.section > p.group, 0, 1), 2),
+        group=np.where(sections, np.where(s.section > p.group, s.section // p.group, s.section), t.q_tiles),
+        axes=("kv heads of all sequences", "query heads of each", "queries"),
+        stages=np.minimum(s.stages, STAGES),
+        consumers=s.consumers,
+        ping_pong=s.ping_pong,
+        delay_release=1,
+        threads=s.consumers * WARPGROUP,
+        registers=np.minimum(accumulator_registers(p, s) + OTHER_REGISTERS, consumer),
+        registers_per_block=WARPGROUP * (s.consumers * consumer + producer),
+        persistent=s.persistent,
+        copied_bytes=sum(copies),
+        launches=1 + sum(copy > 0 for copy in copies),
+    )
+
+
+def _onchip_bytes(p: FlashAttentionProblem, s: Columns) -> Any:
+    """Returns the shared memory of a CTA, exact to the byte."""
+    t = Tiling(p, s)
+    size, rows = t.itemsize, t.rows
+    staged = np.where(t.out_in_q, 0, rows * s.epi_tile_n * size)
+    arrays = (
+        rows * p.head_dim * size,
+        s.stages * s.block_kv * p.head_dim * size,
+        s.stages * s.block_kv * p.value_dim * size,
+        staged,
+        rows * ACCUMULATOR_BYTES * p.return_lse,
+    )
+    aligned: Any = sum(round_up(array, SMEM_ALIGNMENT) for array in arrays)
+    return aligned + BARRIER_BYTES * (s.consumers + 4 * s.stages)

@@ -27,12 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.hopper import products, rows_of_heads
-from search_spaces.attention.hopper.zero_rows import zero_rows_from
+from search_spaces.attention import hopper
+from search_spaces.attention.hopper import zero_rows_from
 from search_spaces.attention.problem import AttentionProblem, Lengths
-from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
-from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
-from search_spaces.hopper import wgmma_async
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Blocks, Plan, masks
+from search_spaces.hopper import synchronization
 from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
@@ -148,7 +147,7 @@ class Cta:
                     plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
 
                 tile, place = self.plan.tile(operand, s.block_q), (self.batch, row, head)
-                rows_of_heads.load(tile, gmem[operand], place, smem[operand].at[stage], full)
+                hopper.load_head_rows(tile, gmem[operand], place, smem[operand].at[stage], full)
                 plgpu.copy_gmem_to_smem(
                     gmem[statistics].at[self.batch, head, rows], smem[statistics].at[stage, pl.ds(0, s.block_q)], full
                 )
@@ -165,7 +164,7 @@ class Cta:
         place = self.batch, self.blocks.first_key + wg * WGMMA_ROWS, self.kv_head
         for operand in ("k", "v"):
             tile, full = self.plan.tile(operand, WGMMA_ROWS), smem[f"{operand}_full"].at[wg]
-            rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[wg], full)
+            hopper.load_head_rows(tile, self.gmem[operand], place, smem[operand].at[wg], full)
 
         first = self.blocks.start
         # Each consumer waits for its own rows of k. dq also needs the other's rows, which have arrived when consumers
@@ -176,8 +175,8 @@ class Cta:
         plgpu.barrier_wait(smem["v_full"].at[wg])
         self._zero_keys("v", WGMMA_ROWS, wg, place[1])
         dp = self._start_dp(wg, first)
-        p_and_slope = self._probabilities(wg, first, wgmma_async.wait(1, s))
-        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, wgmma_async.wait(0, dp))
+        p_and_slope = self._probabilities(wg, first, synchronization.wait_wgmma(1, s))
+        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, synchronization.wait_wgmma(0, dp))
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
         dk = self._step(wg, last, carry, last=True)
@@ -208,15 +207,15 @@ class Cta:
         gradient = self.blocks.there(place[1], gradient)
         tile.store(staged, gradient.astype(self.plan.problem.dtype), transposed=False)
         plgpu.commit_smem()
-        rows_of_heads.store(tile, self.gmem[f"d{operand}"], place, staged)
+        hopper.store_head_rows(tile, self.gmem[f"d{operand}"], place, staged)
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
         """Advances from P^T and dP^T of a step to those of the next step; the `last` step returns dk and stores dv."""
-        plan, smem, own = self.plan, self.smem, products.own_index(wg)
+        plan, smem, own = self.plan, self.smem, hopper.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
         dk, dv, probability, *slope, dp = carry
-        dv = products.start(
+        dv = hopper.start_product(
             dv,
             probability.astype(plan.problem.dtype),
             smem["d_out"].at[do_stage],
@@ -238,7 +237,7 @@ class Cta:
             self._meet()
         dq = [] if separate else [self._start_dq(own, ds_stage)]
         s: Any = self._start_s(own, step + 1) if overlap else None
-        dk = products.start(
+        dk = hopper.start_product(
             dk,
             smem["ds"].at[ds_stage, own],
             smem["q"].at[q_stage],
@@ -249,25 +248,25 @@ class Cta:
         )
         unfinished = 2 if overlap else 1
         if last or separate:
-            dv, *dq = _several(wgmma_async.wait(unfinished, dv, *dq))
+            dv, *dq = _several(synchronization.wait_wgmma(unfinished, dv, *dq))
         else:
-            dq = _several(wgmma_async.wait(unfinished, *dq))
+            dq = _several(synchronization.wait_wgmma(unfinished, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
             self._store_dq(own, step, *dq)
         if last:  # Overlaps the product of dk.
             self._store("v", own, dv)
-            dk = wgmma_async.wait(0, dk)
+            dk = synchronization.wait_wgmma(0, dk)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             return dk
         if not overlap:
-            dk, dv = wgmma_async.wait(0, dk, dv)
+            dk, dv = synchronization.wait_wgmma(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             s = self._start_s(own, step + 1)
         dp = self._start_dp(own, step + 1)
-        p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(2 if overlap else 1, s))
-        products.end_basic_block(own)
-        dk, dv, dp = wgmma_async.wait(0, dk, dv, dp)
+        p_and_slope = self._probabilities(own, step + 1, synchronization.wait_wgmma(2 if overlap else 1, s))
+        hopper.end_basic_block(own)
+        dk, dv, dp = synchronization.wait_wgmma(0, dk, dv, dp)
         if overlap:
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         return dk, dv, *p_and_slope, dp
@@ -298,7 +297,7 @@ class Cta:
         return self._start_logits("v", "d_out", own, stage)
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
-        return products.start(
+        return hopper.start_product(
             None,
             self.smem[left].at[own],
             self.smem[right].at[stage],
@@ -321,7 +320,9 @@ class Cta:
                 a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], self.smem["k"].at[other], (ds, k)
             else:
                 a, b, transforms = of_ds, of_k(own * columns, columns), (ds, k)
-            dq = products.start(dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False)
+            dq = hopper.start_product(
+                dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False
+            )
         assert dq is not None
         return dq
 
@@ -343,7 +344,7 @@ class Cta:
             box = pl.ds(row + own * rows, rows), head, pl.ds(0, columns)
         else:
             box = pl.ds(row, rows), head, pl.ds(own * columns, columns)
-        products.add(self.gmem["dq"].at[self.batch, *box], dq, smem)
+        hopper.add_product(self.gmem["dq"].at[self.batch, *box], dq, smem)
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
         """Returns P^T in float32, and the derivative of the cap if logits are capped."""
@@ -366,7 +367,7 @@ class Cta:
 
     def _meet(self) -> None:
         barrier = self.smem["met"] if interprets() else None
-        products.meet(barrier, threads=CONSUMERS * WARPGROUP)
+        hopper.meet_warpgroups(barrier, threads=CONSUMERS * WARPGROUP)
 
 
 def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:

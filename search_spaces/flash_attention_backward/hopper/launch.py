@@ -14,18 +14,21 @@ import jax.numpy as jnp
 from search_spaces.attention import left_out
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper import separate_dq
-from search_spaces.flash_attention_backward.hopper.footprint import footprint
 from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, kernel, scratch
-from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, Plan
-from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
-from search_spaces.flash_attention_backward.hopper.space import space
-from search_spaces.flash_attention_backward.hopper.wide_footprint import of_wide
-from search_spaces.flash_attention_backward.hopper.wide_kernel import WideCta, wide_scratch
-from search_spaces.flash_attention_backward.hopper.wide_plan import WidePlan, is_wide, plan_of, refusal
-from search_spaces.flash_attention_backward.hopper.wide_space import wide_space
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, FlashAttentionBackwardSchedule, Plan
+from search_spaces.flash_attention_backward.hopper.space import footprint, space
+from search_spaces.flash_attention_backward.hopper.wide_kernel import (
+    WideCta,
+    WidePlan,
+    is_wide,
+    plan_of,
+    refusal,
+    wide_scratch,
+)
+from search_spaces.flash_attention_backward.hopper.wide_space import of_wide, wide_space
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.operands import not_hopper, padded
+from search_spaces.hopper.limits import not_hopper, padded
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.space import Columns, Space, round_up

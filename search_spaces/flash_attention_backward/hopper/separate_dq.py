@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.hopper import products, rows_of_heads
-from search_spaces.attention.hopper.zero_rows import zero_rows_from
+from search_spaces.attention import hopper
+from search_spaces.attention.hopper import zero_rows_from
 from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.flash_attention_backward.hopper.kernel import (
     CONSUMER_REGISTERS,
@@ -30,7 +30,7 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
     zeros,
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
-from search_spaces.hopper import wgmma_async
+from search_spaces.hopper import synchronization
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import load, plgpu
 
@@ -175,7 +175,7 @@ class Cta:
                     plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
 
                 tile, full = self.plan.tile(operand, self.plan.block_kv), smem[f"{operand}_full"].at[stage]
-                rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[stage], full)
+                hopper.load_head_rows(tile, self.gmem[operand], place, smem[operand].at[stage], full)
 
         # The CTA must not exit before the consumers have used all loads.
         @pl.loop(jnp.maximum(self.keys.end - stages, self.keys.first), self.keys.end)
@@ -190,22 +190,22 @@ class Cta:
         queries, place = pl.ds(first_query, WGMMA_ROWS), (self.batch, first_query, self.head)
         for operand in ("q", "d_out"):
             tile = self.plan.tile(operand, WGMMA_ROWS)
-            rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[wg], full)
+            hopper.load_head_rows(tile, self.gmem[operand], place, smem[operand].at[wg], full)
         for operand in ("lse", "delta"):
             plgpu.copy_gmem_to_smem(self.gmem[operand].at[self.batch, self.head, queries], smem[operand].at[wg], full)
         plgpu.barrier_wait(full)
 
         first, last = self.keys.first, self.keys.end - 1
-        carry = (zeros(p.head_dim), *wgmma_async.wait(0, *self._start(wg, first)))
+        carry = (zeros(p.head_dim), *synchronization.wait_wgmma(0, *self._start(wg, first)))
         plgpu.barrier_arrive(smem["v_empty"].at[self._stage(first)])
         dq, s, dp = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
-        dq = wgmma_async.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
+        dq = synchronization.wait_wgmma(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
         plgpu.barrier_arrive(smem["k_empty"].at[self._stage(last)])
         tile = self.plan.tile("q", WGMMA_ROWS)
         dq = self._there(first_query, dq * self.scale)
         tile.store(smem["q"].at[wg], dq.astype(p.dtype), transposed=False)
         plgpu.commit_smem()
-        rows_of_heads.store(tile, self.gmem["dq"], place, smem["q"].at[wg])
+        hopper.store_head_rows(tile, self.gmem["dq"], place, smem["q"].at[wg])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _there(self, first_query: Any, dq: jax.Array) -> jax.Array:
@@ -217,11 +217,11 @@ class Cta:
 
     def _step(self, wg: Any, block: Any, carry: Any) -> Any:
         """Adds dq of a block, and computes S and dP of the next block."""
-        own = products.own_index(wg)
+        own = hopper.own_index(wg)
         dq, s, dp = carry
         dq = self._start_dq(dq, self._ds(own, block, s, dp), block)
         s, dp = self._start(own, block + 1)
-        dq, s, dp = wgmma_async.wait(0, dq, s, dp)
+        dq, s, dp = synchronization.wait_wgmma(0, dq, s, dp)
         plgpu.barrier_arrive(self.smem["k_empty"].at[self._stage(block)])
         plgpu.barrier_arrive(self.smem["v_empty"].at[self._stage(block + 1)])
         return dq, s, dp
@@ -237,7 +237,7 @@ class Cta:
             if self.plan.problem.pads_keys:
                 seen = self.keys.keys - block * self.plan.block_kv
                 zero_rows_from(seen, self.plan.tile(columns, self.plan.block_kv), self.smem[columns].at[stage])
-            product = products.start(
+            product = hopper.start_product(
                 None,
                 self.smem[rows].at[own],
                 self.smem[columns].at[stage],
@@ -251,7 +251,7 @@ class Cta:
         return s, dp
 
     def _start_dq(self, dq: jax.Array, ds: jax.Array, block: Any) -> jax.Array:
-        return products.start(
+        return hopper.start_product(
             dq,
             ds,
             self.smem["k"].at[self._stage(block)],

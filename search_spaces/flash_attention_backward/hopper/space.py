@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, Plan
-from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
+from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from search_spaces.flash_attention_backward.hopper.plan import (
+    BLOCK_KV,
+    CONSUMERS,
+    DqPlan,
+    FlashAttentionBackwardSchedule,
+    Plan,
+)
+from search_spaces.flash_attention_backward.hopper.wide_kernel import plan_of
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.space import Space, cdiv
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
+from search_spaces.problem import nbytes
+from search_spaces.space import Columns, Space, cdiv
 
 # Maximum registers for dk, dv, S and dP, of the 240 per consumer thread. The rest suffices for everything else (ptxas).
 MOST_ACCUMULATORS = 192
@@ -58,4 +70,88 @@ def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionB
                 lambda s: np.logical_not(s.rotate) | ((p.right is None) & np.logical_not(Plan(p, s).separate_dq))
             ),
         },
+    )
+
+
+# ------------------------------------------------------------------------------
+# The footprint of the attention gradients on Hopper.
+
+# Registers of a consumer thread besides dk, dv, S and dP (ptxas: 231 registers in total if these take 192).
+OTHER_REGISTERS = 39
+# FP32 operations per pair of a query and a key: scaling, dP - delta, its product with P, and two casts.
+PAIR_OPERATIONS = 5
+
+
+def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
+    """Returns the steps of each block of keys: blocks of queries that see it (at least one), times the group size."""
+    first_key = np.arange(-(-p.kv_len // block_kv)) * block_kv
+    blocks = -(-p.q_len // block_q)
+    first, end = np.zeros_like(first_key), np.full_like(first_key, blocks)
+    if p.right is not None:
+        first = np.minimum(np.maximum(first_key - p.right, 0) // block_q, blocks - 1)
+    if p.left is not None:
+        end = np.minimum((first_key + block_kv - 1 + p.left) // block_q + 1, blocks)
+    return np.maximum(end - first, 1) * p.group
+
+
+def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
+    """Returns the footprint; a tile is a block of keys of one head, and a step is a block of queries of one query head.
+
+    A separate dq kernel counts as part of these steps: it recomputes two of the five products, and doubles the loads.
+    """
+    plan, h, hv = plan_of(p, s), p.head_dim, p.value_dim
+    b = plan.itemsize
+    of_block = {int(block_q): steps(p, int(block_q), plan.block_kv) for block_q in np.unique(s.block_q)}
+
+    def each(value: Any) -> Any:
+        return np.array([value(of_block[int(block_q)]) for block_q in s.block_q], dtype=np.float64)
+
+    mean = np.maximum(each(np.mean) * p.q_share * p.kv_share, 1.0)
+    separate = np.asarray(plan.separate_dq)
+    again = np.where(separate, 2.0, 1.0)
+    pairs = s.block_q * plan.block_kv
+    rows = p.q_len / plan.q_blocks
+    keys = p.kv_len / plan.kv_blocks
+    sums = p.batch * p.heads * plan.dq_rows * h * ACCUMULATOR_BYTES
+    statistics = p.batch * p.heads * plan.dq_rows * ACCUMULATOR_BYTES
+    q, k, v = p.qkv()
+    padded = 2 * (nbytes(q) + nbytes(p.out())) * (plan.q_rows > p.q_len)
+    padded += 4 * (nbytes(k) + nbytes(v)) * (plan.kv_rows > p.kv_len)
+    # wgmma reads 64 rows of the left operand, unless it is in registers, and all columns of the right operand.
+    per_consumer = (
+        (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + plan.block_kv * (s.block_q + h) // 2
+    )
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), plan.kv_blocks)),
+        step=Phase(
+            loads=(
+                Operand(bytes=again * rows * h * b, axes=(0,), filled_bytes=again * s.block_q * h * b, name="q"),
+                Operand(bytes=again * rows * hv * b, axes=(0,), filled_bytes=again * s.block_q * hv * b, name="do"),
+                Operand(bytes=2.0 * s.block_q * ACCUMULATOR_BYTES, axes=(0,), name="lse, delta"),
+            ),
+            flops=2.0 * pairs * (3 * h + 2 * hv + separate * (h + hv)),
+            fp32_ops=again * pairs * PAIR_OPERATIONS + ~separate * s.block_q * h,
+            mufu_ops=again * pairs * (3 if p.softcap else 1),
+            onchip_bytes_read=CONSUMERS * per_consumer * b * np.where(separate, 7 / 5, 1.0),
+            bytes_written=~separate * s.block_q * h * ACCUMULATOR_BYTES,
+        ),
+        tile=Phase(
+            loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1), name="k, v"),),
+            bytes_written=keys * (h + hv) * b,
+        ),
+        steps=mean,
+        step_range=(np.minimum(each(np.min), mean), each(np.max)),
+        minor=1,
+        axes=("kv heads of all sequences", "keys"),
+        onchip_bytes=np.where(separate, np.maximum(plan.onchip_bytes, DqPlan(p).onchip_bytes), plan.onchip_bytes),
+        stages=np.minimum(s.q_stages, s.do_stages),
+        consumers=CONSUMERS,
+        delay_release=np.where(s.overlap, 1, 0),
+        threads=CONSUMERS * WARPGROUP,
+        registers=(h + hv) // 2 + s.block_q + OTHER_REGISTERS,
+        registers_per_block=WARPGROUP * (CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS),
+        # dq is zeroed, then read and rounded. delta is computed from the result and its cotangent.
+        copied_bytes=~separate * (2.0 * sums + nbytes(q)) + 2 * nbytes(p.out()) + 3 * statistics + padded,
+        launches=np.where(separate, 4, 5),
     )

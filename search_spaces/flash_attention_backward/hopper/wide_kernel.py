@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.hopper import products, rows_of_heads
-from search_spaces.flash_attention_backward.hopper.blocks import masks
+from search_spaces.attention import hopper
 from search_spaces.flash_attention_backward.hopper.kernel import (
     CONSUMER_REGISTERS,
     OPERANDS,
@@ -32,11 +32,113 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
     swizzled,
     zeros,
 )
-from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
-from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, BLOCK_Q, WidePlan
-from search_spaces.hopper import wgmma_async
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan, masks
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.hopper import synchronization
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
+from search_spaces.space import round_up
+
+# ------------------------------------------------------------------------------
+# Extents of the backward pass of wide heads, in which two consumers share the columns of dk and dv.
+
+# Maximum columns for which 64 rows of dk and dv fit into the registers of one consumer.
+MOST_NARROW = 128
+HEAD_DIMS = (64, 128, 192, 256)
+BLOCK_KV = WGMMA_ROWS
+BLOCK_Q = WGMMA_ROWS  # The rows of dq are the rows of wgmma.
+# Maximum columns of dq per product of a consumer. More would leave too few registers for the concurrent products.
+MOST_DQ_COLUMNS = 96
+
+
+def is_wide(p: FlashAttentionBackwardProblem) -> bool:
+    return max(p.head_dim, p.value_dim) > MOST_NARROW
+
+
+def refusal(p: FlashAttentionBackwardProblem) -> str | None:
+    """Returns why a problem of wide heads is not supported, or None."""
+    if p.deterministic:
+        return "adds dq of wide heads up in the order of arrival, which differs from run to run"
+    for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
+        if columns not in HEAD_DIMS:
+            return f"halves whole tiles of columns: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+def plan_of(p: FlashAttentionBackwardProblem, schedule: Any) -> Plan:
+    return WidePlan(p, schedule) if is_wide(p) else Plan(p, schedule)
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePlan(Plan):
+    """Extents for wide heads: a CTA owns 64 rows of k and v.
+
+    A consumer computes S and dP for half of the queries, and half of the columns of the gradients. dq is staged in SMEM
+    a few columns at a time.
+    """
+
+    @property
+    def block_kv(self) -> int:
+        return BLOCK_KV
+
+    @property
+    def own_queries(self) -> int:
+        """Queries per step whose S and dP a consumer computes."""
+        return BLOCK_Q // CONSUMERS
+
+    @property
+    def own_columns(self) -> tuple[int, int]:
+        """Columns of dk and dq, and of dv, that a consumer computes."""
+        return self.problem.head_dim // CONSUMERS, self.problem.value_dim // CONSUMERS
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dq per product of a consumer."""
+        own, _ = self.own_columns
+        return own if own <= MOST_DQ_COLUMNS else own // 2
+
+    @property
+    def by_rows(self) -> Any:
+        return False
+
+    @property
+    def transposed(self) -> Any:
+        return False
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        return BLOCK_Q, self.dq_columns
+
+    @property
+    def k_swizzle(self) -> int:
+        return int(np.gcd(self.dq_columns * self.itemsize, 128))
+
+    @property
+    def v_swizzle(self) -> int:
+        return int(np.gcd(self.own_columns[1] * self.itemsize, 128))
+
+    @property
+    def ds_swizzle(self) -> int:
+        """Bytes of a swizzled row of P^T and dS^T; a consumer writes whole rows."""
+        return int(np.gcd(self.own_queries * self.itemsize, 128))
+
+    @property
+    def onchip_bytes(self) -> Any:
+        p, s, b = self.problem, self.schedule, self.itemsize
+        arrays = (
+            BLOCK_KV * p.head_dim * b,
+            BLOCK_KV * p.value_dim * b,
+            s.q_stages * s.block_q * p.head_dim * b,
+            s.do_stages * s.block_q * p.value_dim * b,
+            s.q_stages * self.statistics_width * ACCUMULATOR_BYTES,
+            s.do_stages * self.statistics_width * ACCUMULATOR_BYTES,
+            s.ds_stages * BLOCK_KV * s.block_q * b,  # P^T
+            s.ds_stages * BLOCK_KV * s.block_q * b,  # dS^T
+            CONSUMERS * BLOCK_Q * self.dq_columns * ACCUMULATOR_BYTES,
+        )
+        barriers = 1 + 2 * s.q_stages + 2 * s.do_stages
+        return sum(round_up(size, SMEM_ALIGNMENT) for size in arrays) + barriers * BARRIER_BYTES
 
 
 def wide_scratch(plan: WidePlan) -> dict[str, Any]:
@@ -78,17 +180,17 @@ class WideCta(Cta):
         place = self.batch, self.blocks.first_key + wg * (BLOCK_KV // CONSUMERS), self.kv_head
         for operand in ("k", "v"):
             half, rows = self._half(wg, operand)
-            rows_of_heads.load(half, self.gmem[operand], place, rows, smem["kv_full"])
+            hopper.load_head_rows(half, self.gmem[operand], place, rows, smem["kv_full"])
         plgpu.barrier_wait(smem["kv_full"])
         for operand in ("k", "v"):  # Zeros all rows, because each consumer reads all rows.
             self._zero_keys(operand, BLOCK_KV, 0, self.blocks.first_key)
 
         first, last = self.blocks.start, self.blocks.end - 1
         s, dp = self._start_s(wg, first), self._start_dp(wg, first)
-        p_and_slope = self._probabilities(wg, first, wgmma_async.wait(1, s))
+        p_and_slope = self._probabilities(wg, first, synchronization.wait_wgmma(1, s))
         carry = tuple(zeros(columns) for columns in plan.own_columns)
         carry = lax.fori_loop(
-            first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, wgmma_async.wait(0, dp))
+            first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, synchronization.wait_wgmma(0, dp))
         )
         dk, dv = self._step(wg, last, carry, last=True)
 
@@ -102,7 +204,7 @@ class WideCta(Cta):
         self._meet()
         for operand in ("k", "v"):
             half, rows = self._half(wg, operand)
-            rows_of_heads.store(half, self.gmem[f"d{operand}"], place, rows)
+            hopper.store_head_rows(half, self.gmem[f"d{operand}"], place, rows)
         plgpu.wait_smem_to_gmem(0)
 
     def _half(self, wg: Any, operand: str) -> tuple[SmemTile, Any]:
@@ -113,7 +215,7 @@ class WideCta(Cta):
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
         """Advances from P^T and dP^T of a step to those of the next step; the `last` step returns dk and dv."""
-        plan, smem, own = self.plan, self.smem, products.own_index(wg)
+        plan, smem, own = self.plan, self.smem, hopper.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
         dk, dv, probability, *slope, dp = carry
@@ -121,35 +223,35 @@ class WideCta(Cta):
         dv = self._start_gradient(own, dv, smem["p"].at[ds_stage], "d_out", do_stage)
         parts = plan.own_columns[0] // plan.dq_columns
         dq = self._start_dq_part(own, ds_stage, 0)
-        wgmma_async.wait(1)
+        synchronization.wait_wgmma(1)
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         s: Any = self._start_s(own, step + 1) if overlap else None
         for part in range(1, parts):
-            dq = wgmma_async.wait(1 if overlap and part == 1 else 0, dq)
+            dq = synchronization.wait_wgmma(1 if overlap and part == 1 else 0, dq)
             self._store_dq_part(own, step, part - 1, dq)
             dq = self._start_dq_part(own, ds_stage, part)
         dk = self._start_gradient(own, dk, smem["ds"].at[ds_stage], "q", q_stage)
         if overlap and parts > 1:
-            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(2, s))
-            products.end_basic_block(own)
-        dq = wgmma_async.wait(2 if overlap and parts == 1 else 1, dq)
+            p_and_slope = self._probabilities(own, step + 1, synchronization.wait_wgmma(2, s))
+            hopper.end_basic_block(own)
+        dq = synchronization.wait_wgmma(2 if overlap and parts == 1 else 1, dq)
         self._store_dq_part(own, step, parts - 1, dq)
         if last:
-            dk, dv = wgmma_async.wait(0, dk, dv)
+            dk, dv = synchronization.wait_wgmma(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             return dk, dv
         if not overlap:
             s = self._start_s(own, step + 1)
         elif parts == 1:
-            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(1, s))
-            products.end_basic_block(own)
+            p_and_slope = self._probabilities(own, step + 1, synchronization.wait_wgmma(1, s))
+            hopper.end_basic_block(own)
         dp = self._start_dp(own, step + 1)
-        wgmma_async.wait(1 if overlap else 2)  # for dk
+        synchronization.wait_wgmma(1 if overlap else 2)  # for dk
         plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         if not overlap:
-            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(1, s))
-            products.end_basic_block(own)
-        dk, dv, dp = wgmma_async.wait(0, dk, dv, dp)
+            p_and_slope = self._probabilities(own, step + 1, synchronization.wait_wgmma(1, s))
+            hopper.end_basic_block(own)
+        dk, dv, dp = synchronization.wait_wgmma(0, dk, dv, dp)
         return dk, dv, *p_and_slope, dp
 
     def _share(self, own: Any, step: Any, probability: Any, slope: Any, dp: Any) -> None:
@@ -172,7 +274,7 @@ class WideCta(Cta):
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
         queries = self.plan.own_queries
-        return products.start(
+        return hopper.start_product(
             None,
             self.smem[left].at[self._zero(own)],
             self.plan.tile(right, BLOCK_Q).part(self.smem[right], stage, pl.ds(own * queries, queries), slice(None)),
@@ -185,7 +287,7 @@ class WideCta(Cta):
     def _start_gradient(self, own: Any, acc: jax.Array, a: Any, operand: str, stage: Any) -> jax.Array:
         """Starts the product for this consumer's columns of dk or dv."""
         columns = acc.shape[1]
-        return products.start(
+        return hopper.start_product(
             acc,
             a,
             self._columns(operand, BLOCK_Q, stage, pl.ds(own * columns, columns)),
@@ -202,7 +304,7 @@ class WideCta(Cta):
         return pl.ds(own * self.plan.own_columns[0] + part * self.plan.dq_columns, self.plan.dq_columns)
 
     def _start_dq_part(self, own: Any, stage: Any, part: int) -> jax.Array:
-        return products.start(
+        return hopper.start_product(
             None,
             self.smem["ds"].at[stage],
             self._columns("k", BLOCK_KV, self._zero(own), self._dq_columns(own, part)),
@@ -218,7 +320,7 @@ class WideCta(Cta):
         head = self.kv_head * self.plan.problem.group + member
         rows = pl.ds(row, self.plan.schedule.block_q)
         sums = self.gmem["dq"].at[self.batch, rows, head, self._dq_columns(own, part)]
-        products.add(sums, dq, self.smem["dq"].at[own])
+        hopper.add_product(sums, dq, self.smem["dq"].at[own])
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
         """Returns P^T of this consumer's queries in float32, and the derivative of the cap if logits are capped."""

@@ -24,8 +24,7 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul import epilogue
-from search_spaces.matmul.hopper.factors import Source
-from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.hopper.schedule import Source, Tiling
 from search_spaces.matmul.problem import MatmulProblem
 
 

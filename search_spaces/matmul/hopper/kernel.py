@@ -40,8 +40,12 @@ are transposed back.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,22 +53,113 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.hopper import untiled_swizzled
 from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.hopper.named_barriers import Turns
-from search_spaces.hopper.pipeline import Pipeline, by_one_warp
+from search_spaces.hopper.smem_layout import Untiled
+from search_spaces.hopper.synchronization import Pipeline, Turns, by_one_warp
 from search_spaces.jax_compat import plgpu
-from search_spaces.matmul.hopper.cta import Consumer, Cta
+from search_spaces.kernel import Target
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
-from search_spaces.matmul.hopper.epilogue_stores import EpilogueStores
-from search_spaces.matmul.hopper.factors import Gate, Source, sources
-from search_spaces.matmul.hopper.main_loop import main_loop, scaled_main_loop
-from search_spaces.matmul.hopper.operand import Operand
-from search_spaces.matmul.hopper.plan import by_factor, plan, scratch
-from search_spaces.matmul.hopper.scales import Scales, Scaling
-from search_spaces.matmul.hopper.schedule import HopperSchedule
-from search_spaces.matmul.hopper.tail_reduction import TailReduction, tail_reduction
-from search_spaces.matmul.hopper.tile_scheduler import WorkTile, tile_scheduler
+from search_spaces.matmul.hopper.main_loop import Consumer, Cta, Operand, Scales, Scaling, main_loop, scaled_main_loop
+from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
+from search_spaces.matmul.hopper.schedule import Gate, HopperSchedule, Source, sources
+from search_spaces.matmul.hopper.tile_scheduler import (
+    TailReduction,
+    WorkTile,
+    tail_reduction,
+    tile_scheduler,
+    workspace,
+)
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.problem import Problem
+from search_spaces.space import cdiv
+
+# ------------------------------------------------------------------------------
+# Stores of the epilogue: subtiles go from shared memory to the results in device memory, which split the columns.
+#
+# Several results are separate arrays, each with its own TMA descriptor. No subtile spans two results (a rule of the
+# space), so its first column selects the result, by a branch that is uniform in a warpgroup. A tile may span several
+# results.
+
+
+@dataclasses.dataclass(frozen=True)
+class EpilogueStores:
+    """The epilogue stores of one consumer warpgroup.
+
+    Attributes:
+      plan: of the launch.
+      results: in device memory, or the accumulators of splits of k.
+    """
+
+    plan: Plan
+    results: tuple[Any, ...]
+
+    def by_threads(self, product: Any, row: Any, column: Any, smem: Any, value: jax.Array) -> None:
+        """Stores the subtile at `row` and `column` of a product by ordinary stores; `smem` is a stage for it."""
+
+        def store(c: Any, column: Any) -> None:
+            swizzle, transposed = self.plan.out_tile.swizzle, self.plan.s.swap_ab
+            untiled_swizzled.store_to_gmem(c, row, column, smem, value, swizzle, transposed=transposed)
+
+        self._where_it_lies(product, row, column, store)
+        plgpu.commit_smem()
+
+    def by_tma(self, product: Any, row: Any, column: Any, smem: Any) -> None:
+        """Stores a subtile from its stage by TMA, in one commit group, which ends when TMA has read the stage."""
+
+        def send(c: Any, column: Any) -> None:
+            boxes = self.plan.out_tile.boxes(row, column)
+            for number, (index, box) in enumerate(boxes, 1):
+                plgpu.copy_smem_to_gmem(smem.at[index] if index else smem, c.at[box], commit_group=number == len(boxes))
+
+        self._where_it_lies(product, row, column, send)
+
+    def _where_it_lies(self, product: Any, row: Any, column: Any, store: Callable[[Any, Any], None]) -> None:
+        """Calls ``store(result, column within it)`` for the result that contains `row` and `column` of the product."""
+        several = self.plan.outputs > 1
+        of_product = [c.at[product] if several else c for c in self.results]
+        ends = list(itertools.accumulate(self.plan.problem.columns))
+
+        def choose() -> None:
+            if len(of_product) == 1:
+                store(of_product[0], column)
+                return
+            for number, (c, first, end) in enumerate(zip(of_product, (0, *ends), ends, strict=False)):
+                here = (column >= first) & (column < end) if number < len(ends) - 1 else column >= first
+
+                def store_here(c: Any = c, first: int = first) -> None:
+                    store(c, column - first)
+
+                pl.when(here)(store_here)
+
+        if not (within := self._to_be_clipped(row, column, ends[-1])):  # TMA clips stores beyond the edge
+            choose()
+            return
+        here = functools.reduce(operator.and_, within)
+        pl.when(here)(choose)
+        pl.when(jnp.logical_not(here))(plgpu.commit_smem_to_gmem_group)  # stages are counted in groups
+
+    def _to_be_clipped(self, row: Any, column: Any, end: int) -> list[Any]:
+        """Returns the conditions under which a subtile lies inside the array, where TMA would not clip it.
+
+        Mosaic GPU drops an axis along which both the array and the box have at most one swizzled tile (8 rows), and
+        ignores the offset of the box along that axis (jax 0.11.2, launch_context.py). Elements beyond the edge would be
+        stored at the start.
+        """
+        out, s = self.plan.out_tile, self.plan.s
+        if isinstance(out, Untiled):
+            return []
+        tile_m, tile_n = (s.tile_n, s.tile_m) if s.swap_ab else (s.tile_m, s.tile_n)
+        rows, columns = (int(extent) for extent in self.plan.tiling.c_extents[-1])
+        width = out.swizzle // out.dtype.itemsize
+        within = []
+        one_box_high, one_box_wide = out.rows == 8 and rows <= 8, out.columns == width and columns <= width
+        if one_box_high and tile_m > out.rows:
+            within.append(row < rows)
+        if one_box_wide and tile_n > out.columns:
+            within.append(column < end)
+        return within
+
 
 # Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down). The
 # consumers share the registers that the producer's threads release. With one consumer, each thread starts with as many
@@ -279,3 +374,70 @@ def store(cta: Cta, product: Any, corner: tuple[Any, Any], smem: Any, value: jax
 
 def _always(do: Callable[[], None]) -> None:
     do()
+
+
+# ------------------------------------------------------------------------------
+# One launch of persistent CTAs: the number of clusters, the output arrays, and the Pallas call.
+
+
+def launched(
+    problem: MatmulProblem,
+    schedule: HopperSchedule,
+    target: Target,
+    operands: Sequence[jax.Array],
+    *,
+    posed: Problem,
+    gate: Gate | None = None,
+    scaling: Scaling | None = None,
+) -> list[jax.Array]:
+    """Runs the launch and returns the results ``[..., m, n]``.
+
+    With split-K, returns the accumulators of each split and of each factor, along the first axis.
+
+    Args:
+      problem: the matmul that this launch computes: with split-K, that of `posed` without its epilogue.
+      operands: in their device memory layout; with a `scaling`, followed by the scales of `a` and of `b`.
+
+    Raises:
+      ValueError: two CTAs share each tile along k, and there are more tiles than clusters; or the last wave is split,
+        and there are too few clusters or steps for all parts.
+    """
+    launch = plan(problem, schedule, gate)
+    t, reduction = launch.tiling, launch.reduction
+    ctas = t.cluster_m * t.cluster_n * t.cluster_k
+    clusters = max(1, min(target.cores // ctas, t.tiles))
+    if reduction and clusters < t.tiles:
+        raise ValueError(
+            f"{schedule} shares a tile along k between two CTAs, for which {posed} has too many on {target}"
+        )
+    if (parts := schedule.tail_split_k) > 1:
+        waves, tail = divmod(int(t.tiles), int(clusters))
+        before_last_part = (parts - 1) * cdiv(t.steps, parts)
+        if not (waves and tail and tail * parts <= clusters and before_last_part + schedule.delay_release < t.steps):
+            raise ValueError(
+                f"{schedule} splits the last wave of {posed} into {parts} parts on {target}: it has {tail} tiles of "
+                f"{t.steps} steps beside {waves} waves of {clusters}"
+            )
+    dtype = problem.whole.dtype if schedule.split_k == 1 else problem.acc_dtype
+    lead = (launch.outputs,) if launch.outputs > 1 else ()
+    mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
+    run = plgpu.kernel(
+        kernel(problem, schedule, gate, scaling),
+        out_type=(
+            *(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents),
+            *mailboxes,
+            *workspace(launch, clusters),
+        ),
+        grid=(clusters,),
+        grid_names=("cluster_grid",),
+        cluster=(ctas,),
+        cluster_names=("cluster",),
+        num_threads=t.consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    # Indices are 32 bits wide, regardless of the user's default.
+    with jax.enable_x64(False):
+        stored: Sequence[jax.Array] = run(*operands)
+    results = zip(stored, t.c_extents, problem.columns, strict=False)  # ignores mailboxes and workspaces
+    return [c if extents == (problem.m, n) else c[..., : problem.m, :n] for c, extents, n in results]

@@ -13,12 +13,12 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
-from search_spaces.rowwise.halves import HalvesFormula
-from search_spaces.rowwise.hopper.accesses import coalescing, vectors
 from search_spaces.rowwise.hopper.kernel import refusal
-from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
+from search_spaces.rowwise.hopper.resident import COMPILER_PARAMS
+from search_spaces.rowwise.hopper.space import coalescing, vectors
 from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.rowwise.problem import RowProblem
+from search_spaces.rowwise.reduction import HalvesFormula
 from search_spaces.space import Columns, Space, round_up
 
 P = TypeVar("P", bound=RowProblem)

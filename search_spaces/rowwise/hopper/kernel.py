@@ -11,20 +11,18 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
-from search_spaces.hopper.operands import not_hopper
+from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
-from search_spaces.mma.architectures import not_before_hopper
-from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
+from search_spaces.mma.fragments import not_before_hopper
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
-from search_spaces.rowwise.hopper.register_resident import (
+from search_spaces.rowwise.hopper.resident import (
     MOST_ELEMENTS_BEFORE_HOPPER,
     RegisterResident,
+    SmemResident,
     register_resident,
+    smem_resident,
 )
-from search_spaces.rowwise.hopper.schedule import RowSchedule
-from search_spaces.rowwise.hopper.smem_resident import SmemResident, smem_resident
-from search_spaces.rowwise.hopper.space import space
+from search_spaces.rowwise.hopper.space import ElementCosts, RowSchedule, footprint, space
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.space import Columns, Space

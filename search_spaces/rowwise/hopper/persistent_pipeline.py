@@ -35,9 +35,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
-from search_spaces.hopper.pipeline import Pipeline
+from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.hopper.chunked_row import Cta, launch
+from search_spaces.rowwise.hopper.resident import Cta, launch
 from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.reduction import Reduction, Statistics

@@ -1,0 +1,411 @@
+"""The hardware table: the description of a chip, and one row per kind of GPU and TPU, with sources."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from scheduler.core.records import Clock
+from search_spaces.kernel import Target
+
+# ------------------------------------------------------------------------------
+# Hardware description of a chip in SI units, and its measurement capabilities: the columns of the hardware table.
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+MB = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """Measurement capabilities of a kind of device.
+
+    Attributes:
+      clock: the clock that measures times.
+      repetitions: the number of repetitions for a candidate, and for each round of a final comparison. Times on the
+        device's own clock converge quickly, so few suffice. 0 for the latter: times are deterministic, so one
+        measurement decides.
+      cold: whether operands can be made to come from device memory, by rotating through buffers larger than the caches.
+      host_memory: whether device memory is host memory.
+      interpreted: whether Pallas kernels run in the interpreter. Such runs are rehearsals: a search may take hours, the
+        final comparison uses the fewest rounds possible, and fractions of the peaks are meaningless.
+    """
+
+    clock: Clock
+    repetitions: tuple[int, int]
+    cold: bool = True
+    host_memory: bool = False
+    interpreted: bool = False
+
+    @property
+    def estimates(self) -> bool:
+        """Whether times are compiler estimates instead of measurements."""
+        return self.clock == "static"
+
+
+GPU = Abilities("cupti", repetitions=(10, 10))
+# A chip that is not present: its compiler estimates times.
+NOT_HERE = Abilities("static", repetitions=(1, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Description of one chip.
+
+    Attributes:
+      kind: the name that its driver reports.
+      platform, architecture, cores: as in `Target`.
+      memory_bytes: device memory.
+      flops_per_s: dense peak by arithmetic: dtype names, "tf32", "bf16_3x".
+      hbm_bytes_per_s: device memory bandwidth, reads plus writes.
+      l2_bytes_per_s, l2_bytes: bandwidth and capacity of the last-level cache. If there is none (0 bytes), the
+        bandwidth is that of copies into on-chip memory.
+      sector_bytes: size of a sector, the smallest part of a cache line that the last-level cache transfers.
+      onchip_bytes: maximum on-chip memory per block.
+      onchip_default_bytes: on-chip memory of a block that requests no limit (`Footprint.onchip_limit_bytes`); 0 if that
+        is the maximum.
+      onchip_bytes_per_core: on-chip memory shared by the resident blocks of a core; each block reserves
+        `onchip_reserved_bytes` of it.
+      onchip_bytes_per_clock: read bandwidth of one core's on-chip memory.
+      registers_per_thread, registers_per_core, threads_per_core, blocks_per_core: limits.
+      clock_hz: the maximum clock rate.
+      boost: `clock_hz` over the clock that `flops_per_s` assumes; the speedup per core while few cores are busy.
+      special_per_clock, lanes_per_core: exponentials per clock and float32 lanes of one core.
+      memory_latency_s, l2_latency_s: latencies under load.
+      launch_s: duration of an empty launch, as measured for the kernel itself.
+      sequential_grid: a core runs the tiles of a launch in one loop. A step's copies start at the beginning of an
+        earlier step, each step waits for its own copies, and a block that the previous step had is not copied again
+        (pipelining on TPUs: docs.jax.dev/en/latest/pallas/pipelining.html).
+      names: common names of the chip in addition to its driver's name.
+      topology: JAX's topology name of machines with this chip, for ahead-of-time compilation on any host
+        (`jax.experimental.topologies`); "" if there is no such compiler.
+      static_cycles: whether that compiler estimates the cycles of a program.
+      borrowed: the figures are valid for ranking but not as bounds, because they come from another chip of the
+        architecture, or because times are estimates by a compiler that does not respect them.
+      abilities: the measurement capabilities.
+    """
+
+    kind: str
+    platform: str
+    architecture: str
+    cores: int
+    memory_bytes: int
+    flops_per_s: Mapping[str, float]
+    hbm_bytes_per_s: float
+    l2_bytes_per_s: float
+    l2_bytes: int
+    onchip_bytes: int
+    onchip_bytes_per_core: int
+    onchip_reserved_bytes: int
+    onchip_bytes_per_clock: float
+    registers_per_thread: int
+    registers_per_core: int
+    threads_per_core: int
+    blocks_per_core: int
+    clock_hz: float
+    special_per_clock: float
+    lanes_per_core: int
+    memory_latency_s: float
+    l2_latency_s: float
+    launch_s: float
+    sequential_grid: bool = False
+    sector_bytes: int = 32
+    boost: float = 1.0
+    names: tuple[str, ...] = ()
+    topology: str = ""
+    static_cycles: bool = False
+    onchip_default_bytes: int = 0
+    borrowed: bool = False
+    abilities: Abilities = GPU
+
+    @property
+    def id(self) -> str:
+        """Kind, cores and memory, because slices and variants of one chip have different best schedules."""
+        return f"{self.kind} ({self.cores} cores, {round(self.memory_bytes / GIB)} GiB)"
+
+    @property
+    def target(self) -> Target:
+        return Target(self.platform, self.kind, self.architecture, self.cores)
+
+    def peak(self, arithmetic: str) -> float:
+        """Returns the dense peak in FLOP/s; an arithmetic that is not in the table has the float32 rate."""
+        return self.flops_per_s.get(arithmetic, self.flops_per_s["float32"])
+
+    def ridge(self, arithmetic: str) -> float:
+        """Returns the ridge point of the roofline in FLOP/B; below it, memory bandwidth is the bound."""
+        return self.peak(arithmetic) / self.hbm_bytes_per_s
+
+
+def peaks(half: float, tf32: float, fp32: float, int8: float = 0.0, fp8: float = 0.0) -> Mapping[str, float]:
+    rates = {"bfloat16": half, "float16": half, "tf32": tf32, "bf16_3x": half / 3, "float32": fp32}
+    narrow = {"int8": int8, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    return MappingProxyType(rates | {name: rate for name, rate in narrow.items() if rate})
+
+
+# ------------------------------------------------------------------------------
+# NVIDIA GPUs: one row per kind, with sources. A derived row inherits the values that it does not set.
+
+# NVIDIA H100 Tensor Core GPU Architecture (whitepaper, 2022), tables of the SXM5: rates, registers, threads, memory.
+# Block limit 227 KiB and 1 KiB reserved per block: CUDA C Programming Guide, compute capability 9.0. The L2 rate is 64
+# bytes per core and clock (matmuls on an H200 reach within 5 % of it, counting the requests of cores). Latencies are
+# priors. An H200's driver reports 60 MB of L2 and a maximum clock of 1.98 GHz. 1.83 GHz follows from 4,096 bfloat16
+# operations per core and clock and the peak.
+_H100 = Hardware(
+    kind="NVIDIA H100 80GB HBM3",
+    platform="cuda",
+    architecture="sm_90",
+    cores=132,
+    memory_bytes=80 * GIB,
+    flops_per_s=peaks(half=989.4e12, tf32=494.7e12, fp32=66.9e12, int8=1978.9e12, fp8=1978.9e12),
+    hbm_bytes_per_s=3.35e12,
+    l2_bytes_per_s=16.7e12,
+    l2_bytes=50 * MB,
+    onchip_bytes=227 * KIB,
+    onchip_bytes_per_core=228 * KIB,
+    onchip_reserved_bytes=1 * KIB,
+    onchip_bytes_per_clock=128,
+    registers_per_thread=255,
+    registers_per_core=65536,
+    threads_per_core=2048,
+    blocks_per_core=32,
+    clock_hz=1.98e9,
+    special_per_clock=16,
+    lanes_per_core=128,
+    memory_latency_s=0.7e-6,
+    l2_latency_s=0.3e-6,
+    launch_s=2e-6,
+    boost=1.98 / 1.83,
+)
+
+# Values that chips with the same processor share; the other values are in their rows. Compute capability 8.9 has 99 KiB
+# per block, 100 KiB per core, 1 KiB reserved per block, 1,536 threads and 24 blocks: CUDA C Programming Guide,
+# technical specifications per compute capability; 8.6 differs in having 16 blocks. 128 float32 lanes and 16
+# exponentials per clock: the same guide, throughput of native arithmetic instructions. As above, the L2 rate is 64
+# bytes per core and clock, which is an upper bound, and latencies are priors.
+_AD102 = dataclasses.replace(
+    _H100,
+    kind="AD102",
+    architecture="sm_89",
+    cores=144,
+    memory_bytes=0,
+    flops_per_s=MappingProxyType({}),
+    hbm_bytes_per_s=0,
+    l2_bytes_per_s=0,
+    l2_bytes=0,
+    onchip_bytes=99 * KIB,
+    onchip_bytes_per_core=100 * KIB,
+    threads_per_core=1536,
+    blocks_per_core=24,
+    clock_hz=2.52e9,
+    memory_latency_s=0.6e-6,
+    l2_latency_s=0.25e-6,
+    boost=1.0,
+)
+_GA102 = dataclasses.replace(_AD102, kind="GA102", architecture="sm_86", cores=84, l2_bytes=6 * MB, blocks_per_core=16)
+
+GPUS: tuple[Hardware, ...] = (
+    # NVIDIA H200 datasheet: the H100's processor with 141 GB at 4.8 TB/s.
+    dataclasses.replace(_H100, kind="NVIDIA H200", memory_bytes=140 * GIB, hbm_bytes_per_s=4.8e12, l2_bytes=60 * MB),
+    _H100,
+    # NVIDIA A100 Tensor Core GPU Architecture (whitepaper, 2020), SXM4 80 GB; 163 KiB per block: CUDA C Programming
+    # Guide.
+    dataclasses.replace(
+        _H100,
+        kind="NVIDIA A100-SXM4-80GB",
+        architecture="sm_80",
+        cores=108,
+        flops_per_s=peaks(half=312e12, tf32=156e12, fp32=19.5e12, int8=624e12),
+        hbm_bytes_per_s=2.039e12,
+        l2_bytes_per_s=5e12,
+        l2_bytes=40 * MB,
+        onchip_bytes=163 * KIB,
+        onchip_bytes_per_core=164 * KIB,
+        clock_hz=1.41e9,
+        lanes_per_core=64,
+        memory_latency_s=0.6e-6,
+        l2_latency_s=0.25e-6,
+        boost=1.0,
+    ),
+    # NVIDIA L40S datasheet (2023): rates at 2.49 GHz, with float32 accumulators; its driver reports 45 GiB.
+    dataclasses.replace(
+        _AD102,
+        kind="NVIDIA L40S",
+        cores=142,
+        memory_bytes=45 * GIB,
+        flops_per_s=peaks(half=362.05e12, tf32=183e12, fp32=91.6e12, int8=733e12, fp8=733e12),
+        hbm_bytes_per_s=864e9,
+        l2_bytes_per_s=142 * 64 * 2.52e9,
+        l2_bytes=96 * MB,
+        boost=2.52 / 2.49,
+    ),
+    # NVIDIA Ada GPU Architecture (whitepaper, 2022), table of the RTX 4090: rates with float32 accumulators at 2.52
+    # GHz, half of the rates with float16 accumulators. Its driver allows 3.105 GHz.
+    dataclasses.replace(
+        _AD102,
+        kind="NVIDIA GeForce RTX 4090",
+        cores=128,
+        memory_bytes=24 * GIB,
+        flops_per_s=peaks(half=165.2e12, tf32=82.6e12, fp32=82.6e12, int8=660.6e12, fp8=330.3e12),
+        hbm_bytes_per_s=1.008e12,
+        l2_bytes_per_s=128 * 64 * 3.105e9,
+        l2_bytes=72 * MB,
+        clock_hz=3.105e9,
+        boost=3.105 / 2.52,
+    ),
+    # NVIDIA A40 datasheet (2021): 10,752 lanes at 1.74 GHz; the driver reports 45 of its 48 GB.
+    dataclasses.replace(
+        _GA102,
+        kind="NVIDIA A40",
+        cores=84,
+        memory_bytes=45 * GIB,
+        flops_per_s=peaks(half=149.7e12, tf32=74.8e12, fp32=37.4e12, int8=299.3e12),
+        hbm_bytes_per_s=696e9,
+        l2_bytes_per_s=84 * 64 * 1.74e9,
+        clock_hz=1.74e9,
+    ),
+    # NVIDIA Ampere GA102 GPU Architecture (whitepaper, 2020), table of the RTX 3090: rates with float32 accumulators,
+    # at 1.695 GHz. Its driver allows 2.1 GHz.
+    dataclasses.replace(
+        _GA102,
+        kind="NVIDIA GeForce RTX 3090",
+        cores=82,
+        memory_bytes=24 * GIB,
+        flops_per_s=peaks(half=71e12, tf32=35.6e12, fp32=35.6e12, int8=284e12),
+        hbm_bytes_per_s=936e9,
+        l2_bytes_per_s=82 * 64 * 2.1e9,
+        clock_hz=2.1e9,
+        boost=2.1 / 1.695,
+    ),
+)
+
+
+# ------------------------------------------------------------------------------
+# TPUs: one row per kind. A row describes a JAX device, which is one core, or the two cores of a v5p.
+
+# On a TPU, a grid is a loop on one core, and times are those of whole calls.
+_TPU = Abilities("wall", repetitions=(10, 10))
+
+
+def _tpu(
+    kind: str,
+    name: str,
+    topology: str,
+    *,
+    cores: int = 1,
+    memory_gib: float,
+    bf16: float,
+    narrow: dict[str, float],
+    hbm_bytes_per_s: float,
+    vmem_bytes: int,
+    scoped_bytes: int,
+    clock_hz: float,
+) -> Hardware:
+    """Returns the row of one device: rates are totals over all of its cores, VMEM is per core.
+
+    Sources: Google's pages for each version (cloud.google.com/tpu/docs) and JAX's own table
+    (`jax.experimental.pallas.tpu.get_tpu_info`) for rates, memory and VMEM. The default and maximum VMEM of a kernel
+    are from compiler messages (libtpu 0.0.42 to 0.0.50). Clocks are derived from the peak and the MXUs per core as the
+    compiler counts them: four of 128 x 128 up to v5p, and the equivalent of four of 256 x 256 from v6e on.
+    """
+    return Hardware(
+        kind=kind,
+        platform="tpu",
+        architecture=kind,
+        cores=cores,
+        memory_bytes=round(memory_gib * GIB),
+        # At the highest precision, a float32 product takes six bfloat16 products.
+        flops_per_s=MappingProxyType(
+            {"bfloat16": bf16, "float16": bf16 / 6, "tf32": bf16 / 3, "bf16_3x": bf16 / 3, "float32": bf16 / 6} | narrow
+        ),
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        l2_bytes_per_s=hbm_bytes_per_s,
+        l2_bytes=0,
+        onchip_bytes=vmem_bytes,
+        onchip_bytes_per_core=vmem_bytes,
+        onchip_reserved_bytes=0,
+        onchip_default_bytes=scoped_bytes,
+        onchip_bytes_per_clock=3 * 8 * 128 * 4,
+        registers_per_thread=10**9,
+        registers_per_core=10**9,
+        threads_per_core=10**9,
+        blocks_per_core=1,
+        clock_hz=clock_hz,
+        special_per_clock=8 * 128,
+        lanes_per_core=4 * 8 * 128,
+        # Latencies of copies into VMEM, according to the compiler's schedules.
+        memory_latency_s=2e-7,
+        l2_latency_s=2e-7,
+        launch_s=2e-6,
+        sequential_grid=True,
+        names=(name,),
+        topology=topology,
+        static_cycles=kind != "TPU v4",  # libtpu: "Dma latency model is currently only supported on VF/VL/GF/GL"
+        abilities=_TPU,
+    )
+
+
+TPUS: tuple[Hardware, ...] = (
+    _tpu(
+        "TPU v4",
+        "TPU v4 (one of two cores)",
+        "v4:2x2x1",
+        memory_gib=16,
+        bf16=137.5e12,
+        narrow={},
+        hbm_bytes_per_s=614e9,
+        vmem_bytes=16 * MIB,
+        scoped_bytes=16 * MIB,
+        clock_hz=1.05e9,
+    ),
+    _tpu(
+        "TPU v5 lite",
+        "TPU v5e",
+        "v5e:2x2",
+        memory_gib=16,
+        bf16=197e12,
+        narrow={"int8": 394e12},
+        hbm_bytes_per_s=820e9,
+        vmem_bytes=128 * MIB,
+        scoped_bytes=16 * MIB,
+        clock_hz=1.5e9,
+    ),
+    _tpu(
+        "TPU v5",
+        "TPU v5p",
+        "v5p:2x2x1",
+        cores=2,
+        memory_gib=95,
+        bf16=459e12,
+        narrow={"int8": 918e12},
+        hbm_bytes_per_s=2.765e12,
+        vmem_bytes=64 * MIB - 64 * KIB,
+        scoped_bytes=16 * MIB,
+        clock_hz=1.75e9,
+    ),
+    _tpu(
+        "TPU v6 lite",
+        "TPU v6e",
+        "v6e:2x2",
+        memory_gib=32,
+        bf16=918e12,
+        narrow={"int8": 1836e12},
+        hbm_bytes_per_s=1.64e12,
+        vmem_bytes=128 * MIB - 64 * KIB,
+        scoped_bytes=32 * MIB,
+        clock_hz=1.75e9,
+    ),
+    _tpu(
+        "TPU7x",
+        "TPU7x (one of two cores)",
+        "tpu7x:2x2x1",
+        memory_gib=96,
+        bf16=1153e12,
+        narrow={"float8_e4m3fn": 2307e12, "float8_e5m2": 2307e12},
+        hbm_bytes_per_s=3.69e12,
+        vmem_bytes=64 * MIB - 64 * KIB,
+        scoped_bytes=32 * MIB,
+        clock_hz=2.2e9,
+    ),
+)

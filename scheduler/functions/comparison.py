@@ -1,0 +1,291 @@
+"""Compares whole functions: whether two runs agree up to rounding, and which version is faster."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scheduler.core.hardware import CPU
+from scheduler.core.records import TIE
+from scheduler.measure.gpu import Gpu
+from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
+from search_spaces.configuration import measurements
+from search_spaces.problem import Problem
+
+# ------------------------------------------------------------------------------
+# Checks whether two runs of a function agree up to rounding.
+
+# Tolerances in units in the last place (ULP): root mean square, and largest error relative to the largest element.
+AVERAGE, WORST = 8.0, 64.0
+# Factor of the change in the results when the inputs are rounded differently.
+SENSITIVITY = 8.0
+# Relative rounding of matmuls whose arithmetic is coarser than their operands, and of long float32 sums.
+PRODUCTS = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}
+FINEST = 2.0**-20
+
+
+def rounding(problems: Iterable[Problem]) -> float:
+    """Returns the coarsest relative rounding of the operands, matmuls and results of these problems."""
+    found = [FINEST]
+    for problem in problems:
+        dtypes = {s.dtype for s in (*problem.operands(), *problem.results())}
+        found += [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+        found.append(PRODUCTS.get(problem.arithmetic, 0.0))
+    return max(found)
+
+
+def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[], Any]) -> str | None:
+    """Describes where `actual` differs from `expected` by more than rounding; returns None if it does not.
+
+    A result may differ by `AVERAGE` units of its own last place, or of `eps`, in the root mean square, and by `WORST`
+    units in one element. The first is relative to the root mean square of the result, the second to its largest
+    element. Elements that are not finite must match. A result may consist of rounding errors alone, such as a gradient
+    that is zero, or the index of the larger of two equal numbers. It may therefore differ by `SENSITIVITY` times its
+    change when the inputs are rounded differently.
+
+    Args:
+      eps: Relative rounding of the computation.
+      sensitivity: Computes the results for inputs rounded differently. Called only if a result exceeds the tolerances.
+    """
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True))
+    off = [_off(right, got) for right, got in pairs]
+    wrong = [i for i, (right, _) in enumerate(pairs) if not _within(off[i], _allowed(right, eps))]
+    if not wrong:
+        return None
+    moved = jax.tree.leaves(sensitivity())
+    for i in wrong:
+        right, _ = pairs[i]
+        by_rounding = SENSITIVITY * _off(right, moved[i])
+        if not _within(off[i], np.maximum(_allowed(right, eps), by_rounding)):
+            return _words(names[i], right, off[i])
+    return None
+
+
+@measurements()
+def rounded_differently(x: Any, seed: int) -> Any:
+    """Moves each element of an inexact array up or down by one unit in the last place, or not at all, at random."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return _rounded_differently(x, seed)
+
+
+@jax.jit
+def _rounded_differently(x: jax.Array, seed: int) -> jax.Array:
+    step = jax.random.randint(jax.random.key(seed), x.shape, -1, 2)
+    return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a Python float keeps weak types
+
+
+def _within(off: Any, allowed: Any) -> bool:
+    return bool(np.all(off <= allowed))  # False for NaN
+
+
+def _allowed(right: Any, eps: float) -> Any:
+    if not jnp.issubdtype(right.dtype, jnp.inexact):
+        return np.zeros(3)
+    unit = max(eps, float(jnp.finfo(right.dtype).eps))
+    return np.array([AVERAGE * unit, WORST * unit, 0.0])
+
+
+@measurements()
+def _off(right: Any, got: Any) -> Any:
+    """Returns the relative RMS error, the relative largest error, and the number of mismatched non-finite elements."""
+    if not right.size or right.dtype == jax.dtypes.float0:  # float0: the derivative with respect to an integer
+        return np.zeros(3)
+    if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
+        right, got = jax.random.key_data(right), jax.random.key_data(got)
+    compare = _floats_off if jnp.issubdtype(right.dtype, jnp.inexact) else _others_off
+    return np.asarray(jax.device_get(compare(right, got)), np.float64)
+
+
+@jax.jit
+def _others_off(right: jax.Array, got: jax.Array) -> jax.Array:
+    share = (right != got).mean(dtype=jnp.float32)
+    return jnp.array([share, share, 0.0])
+
+
+@jax.jit
+def _floats_off(right: jax.Array, got: jax.Array) -> jax.Array:
+    wide = functools.partial(jnp.asarray, dtype=jnp.promote_types(right.dtype, jnp.float32))
+    right, got = wide(right), wide(got)
+    finite = jnp.isfinite(right)
+    same = (right == got) | (jnp.isnan(right) & jnp.isnan(got))
+    unlike = jnp.where(finite, ~jnp.isfinite(got), ~same).sum()
+    size = jnp.where(finite, jnp.abs(right), 0.0)
+    # Dividing by the largest element keeps squares from overflowing or underflowing.
+    largest = size.max()
+    scale = jnp.where(largest > 0, largest, 1.0)
+    error = jnp.where(finite & jnp.isfinite(got), jnp.abs(right - got), 0.0) / scale
+    mean = jnp.sqrt((error**2).mean()) / jnp.where(largest > 0, jnp.sqrt(((size / scale) ** 2).mean()), 1.0)
+    return jnp.array([mean, error.max(), unlike.astype(mean.dtype)])
+
+
+def _words(name: str, right: Any, off: Any) -> str:
+    what = f"result{name} {right.dtype}{list(right.shape)}"
+    if not jnp.issubdtype(right.dtype, jnp.inexact):
+        return f"{off[0]:.2%} of the elements of {what} differ"
+    if off[2]:
+        return f"{off[2]:.0f} elements of {what} are finite in one of them alone"
+    return f"{what} differs by {off[0]:.2g} of its size in the mean square and by {off[1]:.2g} of its largest element"
+
+
+# ------------------------------------------------------------------------------
+# Times whole compiled functions by wall time, in interleaved rounds on a busy device.
+
+# A sample is a batch of calls of this duration. Launches overlap, and clocks do not recover in between. The first call,
+# which finds an idle device, and the function that ran before carry little weight (H200, 0.75 ms a call, the same
+# function twice in a round: 2.4 % apart with samples of 0.02 s, 0.06 % with samples of 0.1 s).
+SAMPLE_S = 0.1
+# Calls in flight at once: at least two, and enough to keep the device busy while the host is late, which occasionally
+# happens by a millisecond. If calls are long, the results of more calls would not fit in memory together.
+QUEUED_S = 0.003
+FEWEST_AHEAD, MOST_AHEAD = 2, 32
+# The clock follows the chip's power. It has settled once two rounds of all functions differ by less than this share.
+SETTLED = 0.01
+WARM_UP_SHARE = 0.25
+INTERLEAVED_S = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Measured seconds per call of a function.
+
+    Attributes:
+      samples_s: One sample per round. Samples of two functions at the same index come from the same round.
+    """
+
+    samples_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.samples_s)
+
+    @property
+    def spread_s(self) -> float:
+        """Interquartile range of the samples."""
+        ordered = sorted(self.samples_s)
+        return ordered[(3 * (len(ordered) - 1)) // 4] - ordered[(len(ordered) - 1) // 4]
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    seconds: float = INTERLEAVED_S,
+    at_least_rounds: int = FEWEST_ROUNDS,
+    devices: Sequence[jax.Device] = (),
+    seed: int = 0,
+) -> dict[str, Seconds]:
+    """Times all `runs` in rounds, in a new random order each round, until all are decided or `seconds` have passed.
+
+    A run is decided once the 99 % confidence interval of its ratio to the fastest is entirely slower, or entirely
+    within `TIE`. During the comparison, no other process that takes the device lock (such as a search) measures on
+    these devices.
+
+    Args:
+      runs: Label -> function that calls a compiled function and returns its results. It must be callable repeatedly.
+      seconds: Time limit of the rounds after the warm-up. `at_least_rounds` always complete.
+      devices: The devices to lock; () is JAX's default device.
+
+    Raises:
+      ValueError: `runs` is empty.
+      WorkerError: There is no directory for the lock files.
+      Exception: Any error raised by one of `runs`.
+    """
+    if not runs:
+        raise ValueError("runs is empty: give at least one function to time")
+    order = random.Random(seed)
+    with interleaves_on(devices or jax.devices()[:1]):
+        sizes = {label: _calls_and_ahead(run) for label, run in runs.items()}
+
+        def one_round() -> dict[str, float]:
+            return {label: sample_seconds(runs[label], *sizes[label]) for label in order.sample(list(runs), len(runs))}
+
+        _settle(one_round, WARM_UP_SHARE * seconds)
+        rounds: list[dict[str, float]] = []
+        until = time.perf_counter() + seconds
+        while len(rounds) < at_least_rounds or (time.perf_counter() < until and not _decided(_times(runs, rounds))):
+            rounds.append(one_round())
+    return _times(runs, rounds)
+
+
+def margin_of(one: Seconds, other: Seconds) -> Margin:
+    """Returns by what share `other` is slower than `one`: the median ratio over rounds, and its confidence interval.
+
+    Both must be results of the same `compare`.
+    """
+    ratios = [theirs / mine - 1 for mine, theirs in zip(one.samples_s, other.samples_s, strict=True)]
+    low, high = median_interval(ratios)
+    return Margin(low, statistics.median(ratios), high)
+
+
+def is_faster(one: Seconds, other: Seconds) -> bool:
+    """Returns whether `one` is faster at 99 % confidence. Otherwise they tie, or `one` is slower."""
+    return margin_of(one, other).low > 0
+
+
+@contextlib.contextmanager
+def interleaves_on(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Holds the device locks, so that no other process that uses them measures on `devices`."""
+    indices = sorted({d.local_hardware_id or 0 for d in devices if d.platform != CPU.platform})
+    held = [Gpu.wanted(index) or Gpu.none() for index in indices] or [Gpu.none()]
+    with contextlib.ExitStack() as stack:
+        for gpu in {gpu.uuid: gpu for gpu in held}.values():
+            stack.enter_context(gpu.exclusive())
+        yield
+
+
+def _times(runs: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> dict[str, Seconds]:
+    return {label: Seconds(tuple(each[label] for each in rounds)) for label in runs}
+
+
+def _decided(times: Mapping[str, Seconds]) -> bool:
+    fastest = min(times.values(), key=lambda each: each.median_s)
+    margins = [margin_of(fastest, each) for each in times.values() if each is not fastest]
+    return all(m.low > 0 or (m.low >= -TIE and m.high <= TIE) for m in margins)
+
+
+def _settle(one_round: Callable[[], Mapping[str, float]], seconds: float) -> None:
+    until, before = time.perf_counter() + seconds, math.inf
+    for taken in itertools.count(1):
+        now = sum(one_round().values())
+        if time.perf_counter() > until or (taken > 1 and abs(now / before - 1) < SETTLED):
+            return
+        before = now
+
+
+def _calls_and_ahead(run: Callable[[], Any]) -> tuple[int, int]:
+    """Returns the number of calls in a sample, and the number of calls in flight at once."""
+    for _ in range(2):  # work done only in the first call
+        jax.block_until_ready(run())
+    took_s = sample_seconds(run, 2, 2)
+    ahead = min(max(math.ceil(QUEUED_S / took_s), FEWEST_AHEAD), MOST_AHEAD)
+    return max(1, math.ceil(SAMPLE_S / took_s)), ahead
+
+
+def sample_seconds(run: Callable[[], Any], calls: int, ahead: int) -> float:
+    """Returns the mean seconds per call over `calls` calls, with up to `ahead` calls in flight."""
+    running: collections.deque[Any] = collections.deque()
+    started = time.perf_counter()
+    for _ in range(calls):
+        if len(running) == ahead:
+            jax.block_until_ready(running.popleft())
+        running.append(run())
+    jax.block_until_ready(list(running))  # JAX treats a deque as one leaf and would not wait
+    return (time.perf_counter() - started) / calls

@@ -1,0 +1,123 @@
+"""The baseline of a search: the schedule that calls used before it (from a record, a range or the model)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from scheduler.core.arguments import allowed_backends
+from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import L2, Measurement, Record, Trial, key_of, point_of
+from scheduler.measure.buffers import timing_conditions
+from scheduler.prediction.between import Evidence, answer, merged, read
+from scheduler.prediction.transfer import recheck
+from scheduler.search.task import Baseline, Task
+from scheduler.search.trials import TrialStore
+from scheduler.store.store import Store, shipped
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+
+def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
+    """Returns the stored evidence for a problem, the user's before the shipped. An unreadable store is skipped."""
+    found: list[Evidence] = []
+    with contextlib.ExitStack() as stack:
+        stores = [store]
+        with contextlib.suppress(StoreError):
+            if (other := shipped()) is not None:
+                stores.append(stack.enter_context(contextlib.closing(other)))
+        for each in stores:
+            with contextlib.suppress(StoreError):  # the search issues the warning
+                found.append(read(each, task.operation, task.problem, hardware))
+    return merged(found)
+
+
+def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store: Store) -> Baseline | None:
+    """Returns the schedule that calls selected from the earlier evidence `had`, with its time: the baseline.
+
+    Returns None if no schedule could be selected.
+    """
+    try:
+        found = answer(
+            task.operation,
+            task.problem,
+            hardware,
+            backends=task.backends,
+            records=had.records,
+            ranges=had.ranges,
+        )
+    except NoCandidate:
+        return None
+    trials: list[Trial] = []
+    with contextlib.suppress(StoreError):
+        trials = store.trials(record.key, record.environment)
+    # Times of the run-off compare best with the winner's; the time of a trial is second best.
+    times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
+    times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
+    match times.get(point_of(found.backend, found.schedule)):
+        case Measurement(median_s=median_s):
+            return Baseline(found.backend, found.schedule, median_s, measured=True)
+        case _:
+            alike = found.source == "record" and found.estimated == record.estimated
+            return Baseline(found.backend, found.schedule, found.predicted_s, measured=alike)
+
+
+# ------------------------------------------------------------------------------
+# Decides whether a stored record makes a search unnecessary: one rule for calls, `tune` and jobs.
+
+
+def is_current(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    store: TrialStore,
+    *,
+    backends: frozenset[str] | None = None,
+    l2: L2 = "cold",
+    brief: bool = False,
+) -> Record | str:
+    """Returns the record in `store` that makes a search unnecessary, or why one is needed; "" if there is no record.
+
+    Such a record is valid (`recheck`) and was measured under the requested conditions. A record of a brief search
+    counts only if `brief` is set. Each requested backend that still supports the problem must have run.
+    """
+    try:
+        record = store.get(key_of(operation, problem, hardware))
+    except MalformedRecord as error:
+        return str(error)
+    if record is None:
+        return ""
+    if reason := stale_reason(operation, problem, hardware, record, backends, l2, brief=brief):
+        return reason
+    asked = allowed_backends(operation, backends) | {operation.library.backend}
+    failed = [
+        str(lost)
+        for lost in record.failed
+        if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
+    ]
+    return "; ".join(failed) or record
+
+
+def stale_reason(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    backends: frozenset[str] | None,
+    l2: L2,
+    *,
+    brief: bool = False,
+) -> str | None:
+    """Returns why a record does not satisfy the request, or None if it does."""
+    entry = recheck(operation, problem, hardware, record, backends=backends)
+    if isinstance(entry, str):
+        return entry
+    if entry.measurement.estimated and not hardware.abilities.estimates:
+        return "it was estimated by the compiler, not measured"
+    _, found = timing_conditions(problem, hardware, l2)
+    if not entry.measurement.estimated and entry.measurement.l2 != found:
+        return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
+    if record.brief and not brief:
+        return "only a few schedules were tried, between two points of a range"
+    return None

@@ -1,0 +1,237 @@
+"""Queries of the store: rows as records, ranges of extents, and similar problems."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from scheduler.core import codec
+from scheduler.core.neighbours import Near, Range, range_from_text, range_to_text
+from scheduler.core.records import Key, Record, schedule_to_text
+from scheduler.store.database import Database, Select
+from scheduler.store.schema import RANGE_KEY, RANGES, SCHEDULES, SUM_COLUMNS, place_columns
+
+# ------------------------------------------------------------------------------
+# Conversion between database rows and records; malformed rows are reported once per process.
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The columns of a record, available without parsing it.
+
+    Attributes:
+      jax: the version of jax that it was made with.
+      estimated: as in `Record`.
+    """
+
+    key: Key
+    jax: str
+    estimated: bool
+
+
+_log = logging.getLogger("scheduler")
+_said: set[str] = set()
+
+
+def rows_by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
+    """Returns rows sorted by their first three columns, independent of the database's collation.
+
+    A row in which one of these columns is not text is skipped with a warning: SQLite stores any type in any column.
+    """
+    return sorted(row_with_key(rows, location), key=lambda row: row[:3])
+
+
+def row_with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
+    """Returns the same rows as `by_key`, unordered."""
+    found = [tuple(row) for row in rows]
+    known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
+    if strange := len(found) - len(known):
+        warn_once(f"{location}: {strange} rows are skipped, what they are known by is no text")
+    return known
+
+
+def record_of_row(key: Key, line: str) -> Record:
+    """Parses the record stored under `key`; raises a ValueError with the reason if it is malformed."""
+    record = codec.record_from_text(line)
+    if record.key != key:
+        raise ValueError(f"it is the record of {record.key}")
+    return record
+
+
+def row_of_record(record: Record) -> dict[str, Any]:
+    """Returns the columns of a record: its text, and the values for queries."""
+    winner, library = record.winner, record.library_entry
+    return {
+        **vars(record.key),
+        **vars(record.environment),
+        "backend": winner.backend,
+        "kernel_version": winner.version,
+        "schedule": schedule_to_text(winner.schedule),
+        "median_s": winner.measurement.median_s,
+        "xla_s": library.measurement.median_s if library else None,
+        "record": codec.record_to_text(record),
+        **place_columns(record.key.problem, estimated=record.estimated),
+    }
+
+
+def was_measured(key: Key, line: str) -> bool:
+    """Whether a stored record is a measurement; False for a malformed record."""
+    try:
+        return not record_of_row(key, line).estimated
+    except ValueError:
+        return False
+
+
+def warn_once(message: str) -> None:
+    """Logs a warning once per process, because rows are read repeatedly."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
+
+
+# ------------------------------------------------------------------------------
+# Index lookup of problems that may be similar to a given one, by the numbers in their texts.
+
+# Number of problems in a first query; a second query without a limit follows if they do not suffice.
+CANDIDATES = 64
+
+
+def similar(
+    select: Select, near: Near, within: float, kinds: Sequence[int], most: int
+) -> tuple[list[tuple[float, str]], float]:
+    """Returns problems that may be near enough with lower bounds on their distances, and the distance covered
+    completely.
+
+    Args:
+      kinds: values of `estimated`.
+      most: maximum number of rows per spelling and kind; a negative number means no limit, as in SQLite.
+    """
+    texts: list[tuple[float, str]] = []
+    reach = within
+    for (place, left), kind in itertools.product(near.places(within), kinds):
+        beyond = within - left
+        rows_found = select(
+            _SIMILAR if most >= 0 else _ALL_SIMILAR,
+            {
+                "operation_": near.operation,
+                "hardware_": near.hardware,
+                "pattern_": place.pattern,
+                "estimated_": kind,
+                "lowest": place.size - left,
+                "highest": place.size + left,
+                "left": left,
+                **{f"{name}_": value for name, value in zip(SUM_COLUMNS, place.sums, strict=True)},
+            },
+        )
+        texts += [(beyond + least, text) for text, least in rows_found if isinstance(text, str)]
+        if len(rows_found) == most:
+            reach = min(reach, beyond + rows_found[-1][1])
+    return texts, reach
+
+
+def _statement() -> sa.Select[Any]:
+    """Returns the query for problems of one pattern that may be near enough, with lower bounds on their distances."""
+    columns, given = SCHEDULES.c, sa.bindparam
+    apart = (sa.func.abs(columns[name] - given(f"{name}_", type_=sa.Double)) for name in SUM_COLUMNS)
+    least = functools.reduce(operator.add, apart)
+    return sa.select(columns.problem, least.label("doublings")).where(
+        *(columns[name] == given(f"{name}_") for name in ("operation", "hardware", "pattern", "estimated")),
+        columns.size.between(given("lowest"), given("highest")),
+        least <= given("left"),
+    )
+
+
+# Constructed once, because construction takes longer than execution.
+_ALL_SIMILAR = _statement()
+_SIMILAR = _ALL_SIMILAR.order_by(sa.literal_column("doublings")).limit(CANDIDATES)
+
+
+# ------------------------------------------------------------------------------
+# Storage of ranges: extents of problems that were tuned from a lowest to a highest value.
+
+
+class Ranges:
+    """The ranges of one database, which refer to the records at their points. Every failure raises a `StoreError`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, of: Range) -> None:
+        """Stores a range, replacing one of the same problems with the same lowest and highest value.
+
+        Raises:
+          StoreError: it cannot be written.
+        """
+        with self._database.write() as connection:
+            self.put_all(connection, [of])
+
+    def put_all(self, connection: sa.Connection, ranges: Iterable[Range]) -> None:
+        """Stores several ranges within the caller's transaction."""
+        for of in ranges:
+            row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
+            connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
+
+    def all(
+        self, *, operation: str | None = None, hardware: str | None = None, problems: Collection[str] | None = None
+    ) -> list[Range]:
+        """Returns ranges sorted by operation, hardware, problem, field and ends; skips malformed ones with a warning.
+
+        Args:
+          operation, hardware: only ranges of this operation or this `Hardware.id`.
+          problems: only ranges of these problems (`Range.problem`).
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        several = None if problems is None else list(problems)
+        wanted = {"operation": operation, "hardware": hardware, "problems": several}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        found = []
+        for *names, line in rows_by_key(self._database.select(_query(*given), given), self._database.location):
+            try:
+                one = range_from_text(line)
+                if [one.operation, one.hardware, one.problem] != names:
+                    raise ValueError(f"it is the range {one} on {one.hardware}")
+                found.append(one)
+            except ValueError as error:
+                warn_once(f"{self._database.location}: a range of {' '.join(names)} is skipped, malformed ({error})")
+        return sorted(found, key=lambda one: (*_key(one).values(),))
+
+    def forget(self, of: Range) -> int:
+        """Deletes a range; the records at its points stay.
+
+        Returns:
+          the number of deleted rows.
+
+        Raises:
+          StoreError: the cache cannot be written.
+        """
+        if self._database.empty():
+            return 0
+        with self._database.write() as connection:
+            same = (RANGES.c[name] == value for name, value in _key(of).items())
+            return connection.execute(sa.delete(RANGES).where(*same)).rowcount
+
+
+# Constructed once per set of names, because construction takes longer than execution.
+@functools.cache
+def _query(*given: str) -> sa.Select[Any]:
+    """Returns the query of `Ranges.all` with conditions on the given names."""
+    conditions = {
+        "operation": RANGES.c.operation == sa.bindparam("operation"),
+        "hardware": RANGES.c.hardware == sa.bindparam("hardware"),
+        "problems": RANGES.c.problem.in_(sa.bindparam("problems", expanding=True)),
+    }
+    columns = (RANGES.c[name] for name in ("operation", "hardware", "problem", "range"))
+    return sa.select(*columns).where(*(conditions[name] for name in given))
+
+
+def _key(of: Range) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in RANGE_KEY}
