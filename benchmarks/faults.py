@@ -31,10 +31,10 @@ from scheduler.core.hardware import GIB
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Trial
 from scheduler.measure.buffers import needed_buffer_bytes
+from scheduler.measure.conversation import ALLOCATOR_RETRY_S, RUN_LIMIT_S
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
 from scheduler.measure.runner import RunnerOptions
-from scheduler.measure.subprocess_pipe import ALLOCATOR_RETRY_S, RUN_LIMIT_S
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 

@@ -34,11 +34,10 @@ from rich.table import Table
 from sharded_layers import Sharded
 
 from scheduler.core import hardware
-from scheduler.measure.gpu import Gpu
+from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.measure.runner import environment as measured
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.store import default_url
-from search_spaces import jax_compat
 from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def visible_gpus() -> list[Gpu]:
     """Those that JAX would use here, found without touching one."""
     found: list[Gpu] = []
-    while jax_compat.cuda_wanted() and (gpu := Gpu.query(len(found))) is not None:
+    while cuda_wanted() and (gpu := Gpu.query(len(found))) is not None:
         found.append(gpu)
     return found
 

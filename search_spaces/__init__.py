@@ -18,10 +18,11 @@ import tile_scheduler
 
 if TYPE_CHECKING:
     from search_spaces.footprint import Footprint, Operand, Phase
-    from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
+    from search_spaces.kernel import Kernel, Library, LibraryKernel
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem, Tolerance
     from search_spaces.space import Columns, DeclarationError, Space
+    from search_spaces.target import Target
 
 
 __all__ = [

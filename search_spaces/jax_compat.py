@@ -6,9 +6,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -212,15 +210,6 @@ def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple
     each = len(kernels) // repetitions
     timed = [(str(name), ms * 1e-3) for name, ms in kernels]
     return [timed[i * each : (i + 1) * each] for i in range(repetitions)]
-
-
-def cuda_wanted() -> bool:
-    """Returns whether JAX would use an NVIDIA GPU if there is one, without initializing any device."""
-    config: Any = jax.config  # type checkers do not know its options in 0.10
-    platforms = config.jax_platforms or os.environ.get("JAX_PLATFORMS") or ""
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return False
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def alike(args: Sequence[Any]) -> tuple[Any, ...]:

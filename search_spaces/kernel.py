@@ -14,29 +14,13 @@ import numpy as np
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Column, Columns, DeclarationError, Space, of_each, one_truth_value, round_up
+from search_spaces.target import Target
 
 # Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1
 
 P = TypeVar("P", bound=Problem)
 S = TypeVar("S")
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The chip that a kernel is compiled for: the properties that decide which code can run, not how much of it fits.
-
-    Attributes:
-      platform: JAX's name of the backend: "cpu", "cuda", "tpu".
-      kind: the device's own name, such as "NVIDIA H200".
-      architecture: the machine code that it runs: "sm_90", "cpu".
-      cores: streaming multiprocessors or tensor cores: the number of blocks that a persistent grid starts.
-    """
-
-    platform: str
-    kind: str
-    architecture: str
-    cores: int
 
 
 class Kernel(abc.ABC, Generic[P, S]):

@@ -21,7 +21,8 @@ from search_spaces.flash_attention.tpu import TpuFlashAttentionSchedule
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD
 from search_spaces.flash_attention_backward.hopper import FlashAttentionBackwardSchedule
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
+from search_spaces.target import Target
 
 interpreted_only = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
 LENGTHS = {"q_lengths": True, "kv_lengths": True}

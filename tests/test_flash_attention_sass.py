@@ -135,7 +135,7 @@ def test_large_results_are_rescaled_between_both_products(instructions):
 def main(case: str) -> None:
     from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention
     from search_spaces.flash_attention.problem import FlashAttentionProblem
-    from search_spaces.kernel import Target
+    from search_spaces.target import Target
 
     head_dim, fields, schedule = json.loads(case)
     lengths = {"q_len": 3072, "kv_len": 2112 if schedule.get("block_kv") == 176 else 3840}

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 from search_spaces.fingerprint import all_equations
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.front_end import problem_of_dot_general
+from search_spaces.target import Target
 
 ANY = Target("any", "any", "any", 1)
 

@@ -13,7 +13,8 @@ from scheduler import tuned_gated_matmul
 from search_spaces import Columns, load
 from search_spaces.fingerprint import all_equations
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
+from search_spaces.target import Target
 
 CPU = Target("cpu", "cpu", "cpu", 1)
 M, N, K = 24, 20, 48

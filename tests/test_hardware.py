@@ -12,8 +12,8 @@ from scheduler.core.errors import NoCandidate, UnknownChip
 from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find
 from scheduler.dispatch import dispatch
 from scheduler.inspect.doctor import examine
-from search_spaces.kernel import Target
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.target import Target
 
 EVERY = [pytest.param(row, id=row.kind) for row in (*TABLE, CPU)]
 GPUS = [pytest.param(row, id=row.kind) for row in TABLE if row.platform == "cuda"]

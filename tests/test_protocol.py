@@ -5,7 +5,7 @@ import pytest
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import protocol
 from scheduler.measure.protocol import decode, encode
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 MESSAGES = [
     protocol.Init("GPU-1", "cuda"),

@@ -14,7 +14,8 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import Measurement
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench
-from scheduler.measure.buffers import PARTS, prepare
+from scheduler.measure.buffers import prepare
+from scheduler.measure.protocol import PARTS
 from search_spaces import checking
 from search_spaces.checking import compiled_program, program_of, shared_in
 from search_spaces.configuration import measurements

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from search_spaces.front_end import split_axes
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
+from search_spaces.target import Target
 
 TARGET = Target("cpu", "cpu", "cpu", 1)
 LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))

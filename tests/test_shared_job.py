@@ -15,7 +15,6 @@ from test_cli import run
 from scheduler.measure.gpu import Gpu
 from scheduler.search import jobs
 from scheduler.store.store import Store
-from search_spaces import jax_compat
 
 pytestmark = pytest.mark.one_jax
 
@@ -128,7 +127,7 @@ def gpus(tmp_path, monkeypatch):
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(jax_compat, "cuda_wanted", lambda: True)
+        monkeypatch.setattr("scheduler.measure.gpu.cuda_wanted", lambda: True)
 
     return install
 

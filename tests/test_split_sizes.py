@@ -11,8 +11,9 @@ import pytest
 import scheduler
 from scheduler import tuned, tuned_matmul
 from search_spaces.fingerprint import all_equations
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
+from search_spaces.target import Target
 
 SIZES = (24, 8, 16)
 ours = functools.partial(tuned_matmul, split_sizes=SIZES)

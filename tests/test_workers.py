@@ -22,12 +22,11 @@ from scheduler.core import hardware
 from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
+from scheduler.measure.conversation import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
-from scheduler.measure.subprocess_pipe import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.worker_process import OnDevice, WorkerProcess
-from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 PROBLEM = DoubleProblem(n=8)
@@ -285,7 +284,7 @@ def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there
     def query(device=0):
         return Gpu(str(device), "uuid", "", GIB) if device < count else None
 
-    monkeypatch.setattr(jax_compat, "cuda_wanted", lambda: True)
+    monkeypatch.setattr("scheduler.measure.gpu.cuda_wanted", lambda: True)
     monkeypatch.setattr(Gpu, "query", query)
     assert Gpu.wanted(0) == query(0)
     with pytest.raises(WorkerError, match=rf"no GPU 9 is visible \({there}\)"):

@@ -17,9 +17,6 @@ from scheduler.cli.mesh_words import MeshName, letters_of, mesh_of, mesh_text, s
 from scheduler.cli.terminal import Json, console_beside, console_here, print_json, table, texts
 from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError
-from scheduler.functions import problem_report
-from scheduler.functions.equations import ProblemCount
-from scheduler.inspect import shards
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -113,6 +110,8 @@ def _untraceable(name: str) -> Iterator[None]:
 
 
 def extract_lines(found: Problems) -> Iterator[RenderableType]:
+    from scheduler.functions import problem_report
+
     if found.tuned:
         made = table(*problem_report.TABLE_HEAD, "problem", "lines", numbers=problem_report.TABLE_HEAD)
         for cells, row in zip(problem_report.problem_figures(found), found.tuned, strict=True):
@@ -203,6 +202,8 @@ def _told(way: Way) -> Iterator[str]:
 
 
 def _specs(way: Way) -> tuple[list[str], list[str]]:
+    from scheduler.inspect import shards
+
     return [*map(shards.spec_text, way.divided.operands)], [*map(shards.spec_text, way.divided.results)]
 
 
@@ -223,6 +224,9 @@ def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
 
 def shards_job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
     """Returns the distinct problems of one device as a job."""
+    from scheduler.functions import problem_report
+    from scheduler.functions.equations import ProblemCount
+
     problems = dict.fromkeys(way.divided.problem for way in ways)
     return problem_report.job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
 

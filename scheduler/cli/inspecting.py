@@ -27,13 +27,10 @@ from scheduler.cli.arguments import (
     wanted_by,
 )
 from scheduler.cli.listing import print_goes_on
-from scheduler.cli.record_report import record_json
 from scheduler.cli.terminal import Json, console_here, labelled, output, print_command, print_json, table, texts
 from scheduler.core.errors import NothingToDraw, SchedulerError
 from scheduler.core.records import Entry, Record, schedule_text
 from scheduler.core.text import seconds_text
-from scheduler.inspect.case import failures
-from scheduler.inspect.verdict import compared
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
@@ -238,6 +235,9 @@ def explanation_json(
 
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
+    from scheduler.cli.record_report import record_json
+    from scheduler.inspect.case import failures
+
     kernels = [
         {
             "backend": account.backend,
@@ -273,6 +273,8 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
       trials_kept: whether the store has the trials of the problem's record. Without them, the number of schedules tried
         is unknown.
     """
+    from scheduler.inspect.case import failures
+
     title = f"{account.backend}, version {account.version}"
     if account.refused:
         yield f"{title}: {account.refused}"
@@ -317,6 +319,8 @@ def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
 
 def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
     """Yields the top predictions, one column each, with the terms of their times; then their schedules."""
+    from scheduler.inspect.verdict import compared
+
     rows: dict[str, Sequence[str]] = {
         "predicted": [seconds_text(ranked.predicted_s) for ranked in first],
         "on-chip": [f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in first],

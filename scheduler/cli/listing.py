@@ -32,7 +32,6 @@ from scheduler.core import nvidia_smi
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.records import Key
-from scheduler.inspect.case import order_of
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -118,6 +117,7 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
 
 def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
     """Returns the records of these rows in the same order, without malformed ones."""
+
     found: dict[tuple[str, Key], Record] = {}
     for where, store in stores.items():
         keys = [head.key for place, head in rows if place == where]
@@ -162,6 +162,8 @@ class _Here:
 
     def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
         """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
+        from scheduler.inspect.case import order_of
+
         problem = order_of(head.key, fields=fields)
         return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
 

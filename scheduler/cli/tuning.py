@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from scheduler.core.hardware import Hardware
     from scheduler.core.progress import Progress
+    from scheduler.measure.compilers import Processes
     from scheduler.measure.runner import Runner, RunnerOptions
     from scheduler.search.job_queue import DeviceExecutor as PlaceOfDevice
     from scheduler.search.job_queue import Executor
@@ -135,11 +136,13 @@ def tune(
         raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
     if job is not None and (budget, effort, seconds, backends) != (None, None, None, None):
         raise typer.BadParameter("budget, effort, seconds and backends of a job are written in its file")
+    early = operation is not None and (replay, engine, devices, hardware) == (None, None, None, None)
+    processes = _started(context, device, workers) if early else None
     from scheduler.measure.runner import RunnerOptions
 
     options, opened = RunnerOptions(device, workers, compile_timeout, run_timeout), None
-    if operation is not None and (replay, engine, devices, hardware) == (None, None, None, None):
-        opened = _begun(operation, options)
+    if early:
+        opened = _begun(str(operation), options, processes)
         context.call_on_close(functools.partial(_closed, opened))
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
@@ -221,15 +224,28 @@ def tune(
         )
 
 
-def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
-    """Starts a runner in a thread, so that its processes start while this process imports its other modules."""
+def _started(context: typer.Context, device: int, workers: int | None) -> Processes | None:
+    """Starts the processes of a pool before this process imports JAX; returns None if no processes are needed."""
+    from scheduler.measure.compilers import Processes
+    from scheduler.measure.gpu import Gpu
+
+    gpu = Gpu.wanted(device)
+    if gpu is None and workers is None:
+        return None
+    processes = Processes(gpu or Gpu.none(), workers)
+    context.call_on_close(processes.close)
+    return processes
+
+
+def _begun(operation: str, options: RunnerOptions, processes: Processes | None) -> Future[Runner]:
+    """Starts a runner in a thread, so that it starts while this process imports its other modules."""
     from scheduler.core.interrupts import in_thread
     from scheduler.measure.pool import start_runner
     from search_spaces import load
 
     with usage_errors():
         loaded = load(operation)
-    return in_thread(functools.partial(start_runner, loaded, options), "scheduler-start")
+    return in_thread(functools.partial(start_runner, loaded, options, processes=processes), "scheduler-start")
 
 
 def _closed(opened: Future[Runner]) -> None:

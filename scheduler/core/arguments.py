@@ -6,9 +6,10 @@ import math
 import numbers
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from search_spaces.operation import Operation
+if TYPE_CHECKING:
+    from search_spaces.operation import Operation
 
 # ------------------------------------------------------------------------------
 # Validation of arguments and settings, with the same checks and messages in every public call.

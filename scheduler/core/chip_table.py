@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from scheduler.core.records import Clock
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Hardware description of a chip in SI units, and its measurement capabilities: the columns of the hardware table.
@@ -408,4 +408,33 @@ TPUS: tuple[Hardware, ...] = (
         scoped_bytes=32 * MIB,
         clock_hz=2.2e9,
     ),
+)
+
+# One constant row for every CPU, because kernels are only interpreted there. The rates are those of a large server, so
+# that a lower bound is valid on every CPU. The cost model has the cost of an interpreted grid step.
+CPU = Hardware(
+    kind="cpu",
+    platform="cpu",
+    architecture="cpu",
+    cores=1,
+    memory_bytes=16 * GIB,
+    flops_per_s=peaks(half=16e12, tf32=8e12, fp32=8e12),
+    hbm_bytes_per_s=500e9,
+    l2_bytes_per_s=5e12,
+    l2_bytes=1 * MB,
+    onchip_bytes=32 * MB,
+    onchip_bytes_per_core=32 * MB,
+    onchip_reserved_bytes=0,
+    onchip_bytes_per_clock=64,
+    registers_per_thread=10**9,
+    registers_per_core=10**9,
+    threads_per_core=10**9,
+    blocks_per_core=1,
+    clock_hz=2e9,
+    special_per_clock=1,
+    lanes_per_core=8,
+    memory_latency_s=1e-7,
+    l2_latency_s=2e-8,
+    launch_s=1e-3,
+    abilities=Abilities("wall", repetitions=(3, 2), cold=False, host_memory=True, interpreted=True),
 )

@@ -11,9 +11,10 @@ import jax
 from scheduler.core.interrupts import in_fresh_thread
 from scheduler.core.records import Schedule, choice_text
 from search_spaces.fingerprint import fingerprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.target import Target
 
 # The version of a kernel that has no manual version number.
 BY_PROGRAM = 0

@@ -7,12 +7,14 @@ import shlex
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scheduler.core.chip_table import Hardware
 from search_spaces import locate
-from search_spaces.operation import Operation
-from search_spaces.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.core.chip_table import Hardware
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 
 def tune(operation: Operation[Any], problem: Problem, chip: Hardware | None = None) -> str:

@@ -39,10 +39,11 @@ from scheduler.model.pruning import has_fields, illegal
 from scheduler.prediction.transfer import recheck
 from scheduler.store.cache import Cache, warn_once
 from search_spaces import stop_script_import
-from search_spaces.kernel import Kernel, Library, Target
+from search_spaces.kernel import Kernel, Library
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Choice, as_choice
+from search_spaces.target import Target
 
 OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)

@@ -21,9 +21,10 @@ from scheduler.dispatch.listening import Listening
 from search_spaces import jax_compat, lowering_compat
 from search_spaces.configuration import formulas
 from search_spaces.front_end import Shape, SplitAxes, split_axes
-from search_spaces.kernel import Library, Target
+from search_spaces.kernel import Library
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
+from search_spaces.target import Target
 
 tuned_call_p = Primitive("tuned_call")
 tuned_call_p.multiple_results = True

@@ -29,18 +29,18 @@ from scheduler.fleet.messages import (
     versions,
 )
 from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
+from scheduler.measure.conversation import Limits, replied
 from scheduler.measure.pool import Pool, open_runner
 from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.measure.runner import Task as MeasureTask
-from scheduler.measure.subprocess_pipe import Limits, replied
 from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.task import SearchOptions, Task
 from scheduler.store.lease import Lease
 from search_spaces import load
-from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.space import DeclarationError
+from search_spaces.target import Target
 
 if TYPE_CHECKING:
     from scheduler.store.studies import Described

@@ -27,7 +27,7 @@ from scheduler.measure.runner import RunnerOptions
 from scheduler.search.describing import Describing
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.trials import TrialStore
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 # How often an agent process is restarted. An agent that dies more often has a permanent fault.
 RESTARTS = 2

@@ -22,12 +22,12 @@ from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.inspect.case import EXTENT, example, stale_version
 from scheduler.measure.ahead_of_time import unable
-from scheduler.measure.gpu import Gpu
+from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.queries import Head
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
-from search_spaces.jax_compat import NEEDS_JAX, PYTHON_OF_JAX, cuda_wanted
+from search_spaces.jax_compat import NEEDS_JAX, PYTHON_OF_JAX
 from search_spaces.operation import Operation
 
 # ------------------------------------------------------------------------------

@@ -31,9 +31,6 @@ dnn_version_info {{ major: 9 minor: 28 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{kind}"
 """
-# The environment of a process that compiles for a GPU without access to one. Without the last variable, JAX's CUDA
-# plugin refuses to start if it finds no driver.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 # The first call may fail with "Unable to initialize backend 'cuda'".
 ATTEMPTS = 2
 

@@ -17,9 +17,10 @@ from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Outcome
 from scheduler.measure import estimate, protocol
+from scheduler.measure.conversation import Limits
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import RunnerOptions, Task, environment
-from scheduler.measure.subprocess_pipe import Children, Limit, Limits
+from scheduler.measure.subprocess_pipe import Children, Limit
 from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -147,6 +148,7 @@ class _Compiler:
     """The main program of its processes (`worker_process.Main`); each process has its own folder for reports."""
 
     module = "scheduler.measure.estimate_process"
+    forked = False
 
     def __init__(self, hardware: Hardware, folder: Path, number: int) -> None:
         self._hardware, self._reports = hardware, folder / f"reports-{number}"

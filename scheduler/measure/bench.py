@@ -22,7 +22,8 @@ from scheduler.measure.buffers import (
     rotating_sets,
     timing_conditions,
 )
-from scheduler.measure.build import Builder, Built, Step, first_line
+from scheduler.measure.build import Builder, Built, first_line
+from scheduler.measure.protocol import Step
 from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal

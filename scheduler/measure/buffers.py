@@ -173,16 +173,12 @@ def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Arra
     return checks, jax.block_until_ready(problem.inputs(seed))
 
 
-# `prepare` compiles the programs in this many parts, so that processes can compile them in parallel.
-PARTS = 3
-
-
 def prepare(problem: Problem, device: jax.Device, part: int) -> None:
     """Compiles programs of `compiled_checks` and of special operands, for processes that share the directory.
 
     Args:
       device: the device to compile for; nothing runs on it.
-      part: the part to compile, from 0 to `PARTS` - 1.
+      part: the part to compile, from 0 to `protocol.PARTS` - 1.
     """
     with checking.program_compiled_for(device):
         for compile_some in _check_part(problem, part):

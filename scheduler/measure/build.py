@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
@@ -18,11 +18,13 @@ from scheduler.core.errors import CandidateFailed
 from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Schedule, Stage, label_of
+from scheduler.measure.protocol import Step
 from scheduler.model.pruning import onchip_bytes
 from search_spaces import jax_compat
 from search_spaces.fingerprint import digest
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem, Tolerance, as_tuple
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Reads the on-chip memory that a lowered kernel requests from its program, before it is compiled or run.
@@ -136,8 +138,6 @@ def _from_here(file: str) -> str:
     return file if below.startswith(os.pardir) else below
 
 
-# The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
-Step = Literal["prepare", "lower", "compile", "wait", "run"]
 # A finalist is traced this many more times. State that a kernel keeps between traces may first show in the third trace.
 RETRACED = 2
 

@@ -6,8 +6,10 @@ It compiles candidates for a chip that it does not see, and writes them to files
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
+import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +22,10 @@ from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure
 from scheduler.measure import absent_gpu
 from scheduler.measure.buffers import prepare
-from scheduler.measure.build import Builder, Built, Step, save, saved_digest
-from scheduler.measure.protocol import Answer, Init, Programs, Request
-from scheduler.measure.subprocess_pipe import converse, loads_otherwise
+from scheduler.measure.build import Builder, Built, save, saved_digest
+from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.fork_server import serve
+from scheduler.measure.protocol import Answer, Init, Programs, Request, Step
 from scheduler.model.pruning import illegal
 from search_spaces import load
 from search_spaces.kernel import Kernel
@@ -114,6 +117,12 @@ def _yield_to_others() -> None:
         Path("/proc/self/autogroup").write_text(str(LOWEST_PRIORITY))
 
 
-if __name__ == "__main__":
+def _main(channel: socket.socket) -> None:
     _yield_to_others()
-    converse(Compiling)
+    converse(Compiling, channel)
+
+
+if __name__ == "__main__":
+    # The objects that exist after the imports live as long as the process. The garbage collector does not search them.
+    gc.freeze()
+    serve(_main)

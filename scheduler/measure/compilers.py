@@ -1,4 +1,7 @@
-"""Compile processes of this and other hosts; each compiles one candidate at a time for a chip it does not see."""
+"""The processes of a pool: compile processes of this and other hosts, and the measuring process.
+
+A process can be started before this one imports JAX: nothing here imports it.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scheduler.core import text
+from scheduler.core.chip_table import GIB
 from scheduler.core.errors import SchedulerError, WorkerError
-from scheduler.core.hardware import GIB
-from scheduler.core.interrupts import WAKE_S
+from scheduler.core.interrupts import WAKE_S, in_thread
 from scheduler.core.records import Failure
-from scheduler.measure.buffers import PARTS
-from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Do, Programs, Request, decode, encode
-from scheduler.measure.runner import Task
-from scheduler.measure.subprocess_pipe import Children, Ended, Limit, Limits
+from scheduler.measure.gpu import Gpu, require_device_lock
+from scheduler.measure.protocol import PARTS, Do, Programs, Request, decode, encode
+from scheduler.measure.subprocess_pipe import Children, Ended, Limit
 from scheduler.measure.worker_process import (
+    CONTEXT_BYTES,
     Compiler,
+    OnDevice,
     WorkerProcess,
     WorkerResult,
     cores,
@@ -32,7 +36,11 @@ from scheduler.measure.worker_process import (
     result_of,
     stop_all,
 )
-from search_spaces.kernel import Target
+from search_spaces.target import Target
+
+if TYPE_CHECKING:
+    from scheduler.measure.conversation import Limits
+    from scheduler.measure.runner import Task
 
 # The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
 # A search ends when its finalists are confirmed.
@@ -292,3 +300,48 @@ class Compilers:
     def _refuse(self, refused: WorkerError) -> None:
         with self._lock:
             self._refusals.append(refused)
+
+
+class Processes:
+    """The processes of a pool. They start at once, so that they import their modules while this process does.
+
+    Args:
+      gpu: the device of the measuring process.
+      workers, keep_programs: as in `RunnerOptions`.
+      compilers: compile processes that are shared with other pools of this host, and that `close` does not stop.
+
+    Attributes:
+      share: the number of compile processes that a pool has on average.
+      began: the error if the measuring process does not start, else None.
+
+    Raises:
+      WorkerError: too little GPU memory is free.
+    """
+
+    def __init__(
+        self, gpu: Gpu, workers: int | None = None, keep_programs: bool = True, compilers: Compilers | None = None
+    ) -> None:
+        require_device_lock(gpu.uuid)
+        if gpu.free_bytes < 2 * CONTEXT_BYTES:
+            raise WorkerError(
+                f"the GPU has {gpu.free_bytes / GIB:.1f} GiB free, measuring needs {2 * CONTEXT_BYTES / GIB:.0f}; "
+                "set XLA_PYTHON_CLIENT_PREALLOCATE=false in the process that holds it, or tune before it starts"
+            )
+        self.gpu, self.share = gpu, count_of(workers)
+        self.compilers, self._owns_compilers = compilers or Compilers(self.share), compilers is None
+        self._children = Children()
+        self.measuring = WorkerProcess(OnDevice(gpu, str(self.compilers.directory), keep_programs), self._children)
+        self.began = in_thread(self.measuring.begin, "scheduler-start")
+        atexit.register(self.close)
+        self.compilers.start()
+
+    def close(self) -> None:
+        """Stops the processes. Further calls do nothing."""
+        atexit.unregister(self.close)
+        self.measuring.abandon()
+        self.began.exception()  # ready soon, because the process has been killed
+        if self._owns_compilers:
+            self.compilers.close()
+            self._owns_compilers = False
+        self.measuring.stop()
+        self._children.shut_down()

@@ -20,7 +20,8 @@ from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Stage, label_of
 from scheduler.measure.bench import Bench
-from scheduler.measure.build import Step, describe_exception
+from scheduler.measure.build import describe_exception
+from scheduler.measure.protocol import Step
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
 from search_spaces import configuration

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import GIB
 from scheduler.measure.ahead_of_time import elsewhere
-from scheduler.measure.build import Step
+from scheduler.measure.conversation import converse
 from scheduler.measure.estimate import estimate, interpreted
-from scheduler.measure.protocol import Answer, Init, Request
-from scheduler.measure.subprocess_pipe import converse
+from scheduler.measure.fork_server import channel_to_parent
+from scheduler.measure.protocol import Answer, Init, Request, Step
 from search_spaces import load
 
 # The compiler leaks some memory with each program. A process that holds more than this is replaced.
@@ -22,7 +22,7 @@ MOST_BYTES = 4 * GIB
 def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # if memory runs out, kill this process before its parent
-    converse(_Compiling)
+    converse(_Compiling, channel_to_parent())
 
 
 class _Compiling:

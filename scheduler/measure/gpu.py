@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -15,15 +16,15 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import platformdirs
 
 from scheduler.core import cuda_driver, nvidia_smi, text
+from scheduler.core.chip_table import CPU
 from scheduler.core.errors import WorkerError
-from scheduler.core.hardware import CPU
-from search_spaces import jax_compat
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # One file lock per device, which serializes the measurements of all processes and users of a host.
@@ -100,6 +101,18 @@ def _places() -> Iterator[Path]:
     yield Path(tempfile.gettempdir())
 
 
+def cuda_wanted() -> bool:
+    """Returns whether JAX would use an NVIDIA GPU if there is one, without initializing any device.
+
+    Does not import JAX: nothing can have changed JAX's settings if JAX is not imported.
+    """
+    jax: Any = sys.modules.get("jax")
+    platforms = (jax is not None and jax.config.jax_platforms) or os.environ.get("JAX_PLATFORMS") or ""
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return False
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """One GPU as NVIDIA's driver describes it; queries do not create a context on the GPU.
@@ -121,7 +134,7 @@ class Gpu:
         Raises:
           WorkerError: there is no GPU of this index.
         """
-        wanted = jax_compat.cuda_wanted()
+        wanted = cuda_wanted()
         gpu = cls.query(device) if wanted else None
         if gpu is None and device > 0:
             count = next(i for i in itertools.count() if cls.query(i) is None) if wanted else 0
@@ -144,7 +157,7 @@ class Gpu:
     @staticmethod
     def chips() -> dict[int, str]:
         """Returns the name of each visible GPU by its index; empty if JAX has no GPU to use."""
-        if not jax_compat.cuda_wanted():
+        if not cuda_wanted():
             return {}
         if (names := nvidia_smi.visible()) is None:
             return {int(index): name for index, name in nvidia_smi.told("index,name")}

@@ -16,28 +16,26 @@ from typing import Any
 from scheduler.core import hardware as chips
 from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
-from scheduler.core.hardware import GIB, Hardware
+from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
 from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import needed_buffer_bytes
-from scheduler.measure.compilers import Compilers, Helper, Transport, count_of
-from scheduler.measure.gpu import Gpu, require_device_lock
+from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
+from scheduler.measure.conversation import Limits
+from scheduler.measure.gpu import Gpu
 from scheduler.measure.protocol import Do, Held, Programs
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
-from scheduler.measure.subprocess_pipe import Children, Limits
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
-    OnDevice,
-    WorkerProcess,
     name_of,
     out_of_reach,
     requested,
 )
 from search_spaces import locate
-from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.target import Target
 
 # The number of concurrent problems: candidates of the next problem compile while the finalists of one are timed.
 SEARCHES = 2
@@ -49,7 +47,10 @@ What = tuple[Operation[Any], Problem, L2]
 
 
 def start_runner(
-    operation: Operation[Any], options: RunnerOptions | None = None, compilers: Compilers | None = None
+    operation: Operation[Any],
+    options: RunnerOptions | None = None,
+    compilers: Compilers | None = None,
+    processes: Processes | None = None,
 ) -> Runner:
     """Starts a runner for `operation`.
 
@@ -57,7 +58,7 @@ def start_runner(
     `options` names a chip that is absent, the runner estimates times with the compiler of that chip.
 
     Args:
-      compilers: as in `Pool`.
+      compilers, processes: as in `Pool`; processes that no pool takes are stopped.
 
     Raises:
       WorkerError: there is no GPU of this index; its processes cannot start; `workers` is given, or the chip is absent,
@@ -68,7 +69,11 @@ def start_runner(
     if (away := _not_here(options)) is not None:
         name_of(operation)  # raises if no process can load it
         return AheadOfTime(away, options)
-    if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
+    if locate(operation) is None and (
+        processes is not None or options.workers is not None or Gpu.wanted(options.device) is not None
+    ):
+        if processes is not None:
+            processes.close()
         if options.workers is not None:
             raise WorkerError(out_of_reach(operation))
         text.warn_safely(
@@ -76,6 +81,8 @@ def start_runner(
             "waits for one that hangs"
         )
         return InProcess()
+    if processes is not None:
+        return Pool(processes.gpu, options, processes=processes)
     return open_runner(options, compilers)
 
 
@@ -122,6 +129,7 @@ class Pool:
       options: the number of compile processes, and the timeouts.
       compilers: compile processes that are shared with other pools of this host; the pool does not close them. By
         default the pool starts its own.
+      processes: the processes of the pool, if they were started before; the pool stops them.
 
     Raises:
       WorkerError: too little GPU memory is free; or the measuring process does not start and the chip cannot be
@@ -129,23 +137,19 @@ class Pool:
       UnknownChip: the chip is not in the table of chips.
     """
 
-    def __init__(self, gpu: Gpu, options: RunnerOptions | None = None, compilers: Compilers | None = None) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        options: RunnerOptions | None = None,
+        compilers: Compilers | None = None,
+        processes: Processes | None = None,
+    ) -> None:
         options = options or RunnerOptions()
-        require_device_lock(gpu.uuid)
-        if gpu.free_bytes < 2 * CONTEXT_BYTES:
-            raise WorkerError(
-                f"the GPU has {gpu.free_bytes / GIB:.1f} GiB free, measuring needs {2 * CONTEXT_BYTES / GIB:.0f}; "
-                "set XLA_PYTHON_CLIENT_PREALLOCATE=false in the process that holds it, or tune before it starts"
-            )
+        self._processes = processes or Processes(gpu, options.workers, options.keep_programs, compilers)
         self._gpu, self._memory_bytes = gpu, gpu.free_bytes - CONTEXT_BYTES
-        share = count_of(options.workers)
-        self._compilers, self._owns_compilers = compilers or Compilers(share), compilers is None
+        self._compilers, self._measuring = self._processes.compilers, self._processes.measuring
         # While another pool times its finalists, this pool compiles on more than its share of the processes.
-        self.slots = min(self._compilers.count, 2 * share) + READY
-        self._children = Children()
-        self._measuring = WorkerProcess(
-            OnDevice(gpu, str(self._compilers.directory), options.keep_programs), self._children
-        )
+        self.slots = min(self._compilers.count, 2 * self._processes.share) + READY
         self._compiled: dict[What, dict[Any, Programs]] = {}
         self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
         self._held: dict[What, int] = {}  # the number of searches that hold each problem, the oldest problem first
@@ -155,10 +159,8 @@ class Pool:
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
         self._changed = threading.Condition()  # guards the fields above
-        self._began = in_thread(self._measuring.begin, "scheduler-start")
         atexit.register(self.close)
         try:
-            self._compilers.start()
             # The driver identifies the chip at once. The measuring process takes seconds to start.
             self._target = gpu.target() or self._found()
             self.hardware = chips.describe(self._target)
@@ -240,12 +242,7 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-        self._measuring.abandon()
-        self._began.exception()  # ready soon, because the process has been killed
-        if self._owns_compilers:
-            self._compilers.close()
-        self._measuring.stop()
-        self._children.shut_down()
+        self._processes.close()
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
         """Sends a request to the measuring process and returns the outcome."""
@@ -273,7 +270,7 @@ class Pool:
         Raises:
           WorkerError: the process does not start, or the pool was closed meanwhile.
         """
-        if (refused := self._began.result()) is not None:
+        if (refused := self._processes.began.result()) is not None:
             raise refused
         assert self._measuring.target is not None
         return self._measuring.target

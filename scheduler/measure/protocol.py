@@ -7,9 +7,12 @@ import json
 from typing import Any, Literal
 
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
-from scheduler.measure.build import Step
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
+# The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
+Step = Literal["prepare", "lower", "compile", "wait", "run"]
+# The programs that check results are compiled in this many parts, so that processes can compile them in parallel.
+PARTS = 3
 # The kinds of request. A compile process compiles a candidate ("measure"), the further programs that confirming it runs
 # ("confirm"), or the programs that check the results of a problem ("prepare"). The measuring process does all other
 # work.

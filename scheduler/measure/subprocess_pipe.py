@@ -6,7 +6,6 @@ output (sitecustomize, an import, a C library, atexit) is stored with standard e
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import math
@@ -14,49 +13,21 @@ import os
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import IO
 
-from scheduler.core import fingerprints
-from scheduler.core.errors import CandidateFailed
-from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S
-from scheduler.core.records import Measurement
-from scheduler.measure.build import Step, first_line
-from scheduler.measure.protocol import (
-    Answer,
-    Defect,
-    Init,
-    InitFailed,
-    Message,
-    Raised,
-    Ready,
-    Reply,
-    Request,
-    StepStarted,
-    decode,
-    encode,
-)
-from scheduler.measure.runner import RunnerOptions, Task
-from scheduler.model.cost import CostModel
-from search_spaces import load
-from search_spaces.checking import shared_in
-from search_spaces.configuration import measurements
-from search_spaces.kernel import Target
-from search_spaces.operation import Operation
-from search_spaces.problem import Problem
+from scheduler.measure.fork_server import KILLED_WITHIN_S, Forked, ForkServer, last_words, start
+from scheduler.measure.protocol import Message, StepStarted, decode, encode
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-LAST_WORDS_BYTES = 8192
+# In seconds.
+START_LIMIT_S = 180.0
 LONGEST_MESSAGE_BYTES = 2**26
-KILLED_WITHIN_S = 30.0  # a driver may keep a killed process that hangs on its device alive for seconds
 
 Limit = Callable[[str], float | None]
 Ended = Callable[[str, float], None]
@@ -80,47 +51,56 @@ class Children:
     def __init__(self) -> None:
         # Linux sends the parent-death signal when the forking thread ends (prctl(2)), so a permanent thread forks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scheduler-children")
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Runs Python with `arguments`, followed by the file descriptor of the channel and the id of this process.
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], *, forked: bool = False) -> Child:
+        """Runs Python with `arguments` (`fork_server.start`).
 
-        See `channel_to_parent`.
+        Args:
+          forked: whether the program calls `fork_server.serve`. It then runs once for all processes that are started
+            with the same arguments and environment.
 
         Raises:
           EOFError: the system cannot start a process; the message gives the reason.
         """
+        command = [sys.executable, *arguments]
         try:
-            return self._thread.submit(Child, [sys.executable, *arguments], environment).result()
+            return self._thread.submit(self._start, command, environment, forked).result()
         except (OSError, RuntimeError) as error:
             raise EOFError(f"no process can be started: {error}") from error
 
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], forked: bool) -> Child:
+        if not forked:
+            return Child(functools.partial(start, command, environment))
+        key = *command, *(f"{name}={value}" for name, value in sorted(environment.items()))
+        server = self._servers.get(key)
+        if server is not None and not server.alive:
+            self._servers.pop(key).close()
+            server = None
+        if server is None:
+            server = self._servers[key] = ForkServer(command, environment)
+        return Child(server.fork)
+
     def shut_down(self) -> None:
+        for server in list(self._servers.values()):
+            server.kill()
         self._thread.shutdown()
+        for server in self._servers.values():
+            server.close()
 
 
 class Child:
     """One process, its channel and its output. Only one thread at a time may use it; any thread may call `kill`.
 
     Args:
-      command: two arguments are appended: the file descriptor of the child's end of the channel, and the id of this
-        process.
+      begin: starts the process, which gets the end of the channel and the file for its output.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, begin: Callable[[socket.socket, IO[bytes]], subprocess.Popen[bytes] | Forked]) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._channel, end = socket.socketpair()
         try:
-            # The child is a session leader: Ctrl-C in a terminal reaches only the parent, and the child's whole group
-            # can be killed.
-            self._process = subprocess.Popen(
-                [*command, str(end.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[end.fileno()],
-                start_new_session=True,
-            )
+            self._process = begin(end, self._said)
         except BaseException:
             self._channel.close()
             self._said.close()
@@ -153,7 +133,7 @@ class Child:
                 assert limit is not None
                 raise Overrun(step, limit)
             if not line:
-                raise EOFError(f"the process ended in {step}: {self._last_words()}")
+                raise EOFError(f"the process ended in {step}: {last_words(self._process, self._said)}")
             ended(step, time.monotonic() - started)
             try:
                 reply = decode(line)
@@ -169,8 +149,10 @@ class Child:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            # A forked process leads a group only after a moment.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
@@ -205,197 +187,3 @@ class Child:
                 self._unread += b"\n"
         line, _, self._unread = self._unread.partition(b"\n")
         return line
-
-    def _last_words(self) -> str:
-        """Returns the exit status and the last line of output: the exception of a traceback, or a failed check."""
-        try:
-            status = self._process.wait(KILLED_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its channel and goes on"
-        how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-        file = self._said.fileno()
-        text = os.pread(file, LAST_WORDS_BYTES, max(0, os.fstat(file).st_size - LAST_WORDS_BYTES))
-        lines = [line for line in text.decode(errors="replace").splitlines() if line[:1].strip("* ")]
-        return f"{how}: {lines[-1].strip()[:500]}" if lines else f"{how}, nothing said"
-
-
-def channel_to_parent() -> socket.socket:
-    """Returns the channel of a process that a `Child` started, and makes this process die with its parent.
-
-    Children of this process do not inherit the channel.
-    """
-    end, parent = map(int, sys.argv[-2:])
-    _die_with(parent)
-    os.set_inheritable(end, False)
-    return socket.socket(fileno=end)
-
-
-def _die_with(parent: int) -> None:
-    """Makes the operating system kill this process when its parent process `parent` ends."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the signal was set
-        os._exit(1)
-
-
-# ------------------------------------------------------------------------------
-# The timeout of each step of a process.
-
-# In seconds. The other values bound the timeouts that adapt to measured durations.
-START_LIMIT_S = 180.0
-COMPILE_LIMITS_S = (30.0, 120.0)
-# XLA autotunes while it compiles, with about 500 runs of a problem. No run is faster than the lower bound, and most are
-# many times slower if tensor cores do not accept the layout of the operands. `AUTOTUNED_LIMIT_S` caps the total.
-AUTOTUNED_RUNS, AUTOTUNED_LIMIT_S = 10_000, 600.0
-# XLA's allocator waits this long for free memory before it reports an error (BFCAllocator::AllocateRaw in
-# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait). A step that may allocate needs a longer timeout, or it would be
-# taken for one that hangs.
-ALLOCATOR_RETRY_S = 10.0
-RUN_LIMIT_S = 10.0
-FIRST_RUN_LIMIT_S = 60.0  # while no candidate has been timed
-
-
-class Limits:
-    """The timeout of each step: as set in `options`, else adapted to this pool's earlier candidates.
-
-    Args:
-      options: the timeouts; None adapts.
-      hardware: the chip, used for the lower bound of a problem.
-    """
-
-    def __init__(self, options: RunnerOptions, hardware: Hardware) -> None:
-        self._options, self._hardware = options, hardware
-        self._compile_s: collections.deque[float] = collections.deque(maxlen=100)
-        self._best_s: dict[tuple[Operation[Any], Problem], float] = {}
-
-    def of(self, task: Task) -> Limit:
-        """Returns a function from a step of this task to its timeout in seconds; None means no limit."""
-
-        def limit_s(step: str) -> float | None:
-            match step:
-                case "wait":  # another holder's own timeout ends a hang
-                    return None
-                case "run":
-                    return self._run_s(task)
-                case "compile" if task.operation.kernel(task.backend).library:
-                    return self._library_s(task)
-                case _:
-                    return self._build_s()
-
-        return limit_s
-
-    def saw(self, task: Task, measured: Measurement) -> None:
-        what = task.operation, task.problem
-        self._best_s[what] = min(measured.median_s, self._best_s.get(what, math.inf))
-
-    def ended(self, step: str, seconds: float) -> None:
-        if step == "compile":
-            self._compile_s.append(seconds)
-
-    def _build_s(self) -> float:
-        if self._options.compile_timeout_s is not None:
-            return self._options.compile_timeout_s
-        shortest, longest = COMPILE_LIMITS_S
-        seen = list(self._compile_s)
-        return min(max(4 * statistics.median(seen), shortest), longest) if seen else longest
-
-    def _library_s(self, task: Task) -> float:
-        if self._options.compile_timeout_s is not None:
-            return self._options.compile_timeout_s
-        autotuned_s = AUTOTUNED_RUNS * CostModel(self._hardware).lower_bound(task.problem)
-        return COMPILE_LIMITS_S[1] + min(autotuned_s, AUTOTUNED_LIMIT_S)
-
-    def _run_s(self, task: Task) -> float:
-        if self._options.run_timeout_s is not None:
-            return self._options.run_timeout_s
-        best_s = self._best_s.get((task.operation, task.problem))
-        if best_s is None:
-            return FIRST_RUN_LIMIT_S
-        return ALLOCATOR_RETRY_S + max(RUN_LIMIT_S, 20 * best_s * task.repetitions)
-
-
-# ------------------------------------------------------------------------------
-# The main loop of a pool process: it answers requests one by one until its channel closes.
-
-
-class Service(Protocol):
-    """Answers the requests to a process.
-
-    Attributes:
-      target: the chip that the answers refer to.
-    """
-
-    target: Target
-
-    def answer(self, request: Request) -> Answer: ...
-
-
-# Creates the service of a process from the first message. An exception means that the process cannot be used.
-Begin = Callable[[Init, Callable[[Step], None]], Service]
-
-
-def converse(begin: Begin) -> None:
-    """Answers the requests to this process until the channel closes."""
-    channel = channel_to_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a KeyboardInterrupt then comes from a candidate
-    requests = channel.makefile("r", encoding="utf-8")
-    own = os.getpid()
-
-    def say(message: Message) -> None:
-        if os.getpid() != own:
-            os._exit(0)  # a candidate forked, and this is the forked process
-        channel.sendall(encode(message))
-
-    first = requests.readline()
-    if not first:
-        return
-    hello = decode(first)
-    assert isinstance(hello, Init)
-    try:
-        service = begin(hello, lambda step: say(StepStarted(step)))
-    except Exception as error:
-        say(InitFailed(first_line(error)))
-        return
-    say(Ready(service.target))
-    with shared_in(hello.programs), measurements():
-        _serve(service, requests, say)
-
-
-def loads_otherwise(request: Request, target: Target) -> str:
-    """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
-    if not request.fingerprint:
-        return ""
-    operation = load(request.operation)
-    problem = operation.problem.from_canonical(request.problem)
-    own = fingerprints.of_candidate(operation, problem, request.backend, request.schedule, target)
-    if own == request.fingerprint:
-        return ""
-    return (
-        f"a worker process that loads {request.operation} computes something else than the process that tunes it: "
-        "something was changed after the import there, or the file was edited meanwhile"
-    )
-
-
-def replied(answer: Callable[[], Answer]) -> Reply:
-    """Returns the answer, or the message for the exception that it raised."""
-    try:
-        return answer()
-    except CandidateFailed as failed:  # the task has `raising` set
-        return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-    except BaseException:  # a defect: the parent raises it, with the whole traceback
-        return Defect(traceback.format_exc())
-
-
-def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
-    def answer(line: str) -> Answer:
-        request = decode(line)
-        assert isinstance(request, Request)
-        return service.answer(request)
-
-    for line in requests:
-        reply = replied(functools.partial(answer, line))
-        say(reply)
-        if isinstance(reply, Answer) and reply.fatal:
-            os._exit(0)  # skips destructors: their behaviour with a broken CUDA context is undefined

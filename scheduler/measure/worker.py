@@ -20,10 +20,11 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
 from scheduler.measure.bench import Bench, BenchesAtHand
-from scheduler.measure.build import Builder, Built, Step, first_line
+from scheduler.measure.build import Builder, Built, first_line
+from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.fork_server import channel_to_parent
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Answer, Held, Init, Programs, Request
-from scheduler.measure.subprocess_pipe import converse, loads_otherwise
+from scheduler.measure.protocol import Answer, Held, Init, Programs, Request, Step
 from search_spaces import load
 from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -154,4 +155,4 @@ def _asked(bench: Bench, request: Request) -> Outcome | None:
 
 
 if __name__ == "__main__":
-    converse(Measuring)
+    converse(Measuring, channel_to_parent())

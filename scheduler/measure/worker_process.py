@@ -9,20 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import platformdirs
 
+from scheduler.core.chip_table import GIB
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
-from scheduler.core.hardware import GIB
 from scheduler.core.records import Failure, Outcome
-from scheduler.measure import absent_gpu, protocol
+from scheduler.measure import protocol
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.runner import Task
 from scheduler.measure.subprocess_pipe import START_LIMIT_S, Child, Children, Ended, Limit, Overrun
 from search_spaces import locate
-from search_spaces.kernel import Target
-from search_spaces.operation import Operation
+from search_spaces.target import Target
+
+if TYPE_CHECKING:
+    from scheduler.measure.runner import Task
+    from search_spaces.operation import Operation
 
 # The GPU memory that one process takes before any operand: its CUDA context and its libraries.
 CONTEXT_BYTES = GIB // 2
@@ -32,6 +34,9 @@ KEPT_BYTES = GIB
 # The environment variable for the share of device memory that XLA's allocator may take, by its current and its older
 # name. A worker sets its own share and ignores the user's.
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# The environment of a process that compiles for a GPU without access to one. Without the last variable, JAX's CUDA
+# plugin refuses to start if it finds no driver.
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _ENDED = "its process had ended"
 
 
@@ -58,10 +63,12 @@ class Main(Protocol):
 
     Attributes:
       module: the main module of the process.
+      forked: whether the module forks its processes (`fork_server.serve`).
       hello: the first message to the process.
     """
 
     module: str
+    forked: bool
     hello: protocol.Init
 
     def environment(self) -> dict[str, str]:
@@ -77,6 +84,7 @@ class OnDevice:
     """
 
     module = "scheduler.measure.worker"
+    forked = False
 
     def __init__(self, gpu: Gpu, programs: str, keep_programs: bool = True) -> None:
         self._gpu, self._keep_programs = gpu, keep_programs
@@ -111,6 +119,7 @@ class Compiler:
     """
 
     module = "scheduler.measure.compile_process"
+    forked = True
     hello: protocol.Init
 
     def __init__(self, programs: str) -> None:
@@ -122,7 +131,7 @@ class Compiler:
 
     def environment(self) -> dict[str, str]:
         # One core per process, because the compilations of several candidates run in parallel.
-        return inherited() | absent_gpu.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+        return inherited() | WITHOUT_GPU | {"OMP_NUM_THREADS": "1"}
 
 
 def _kept_programs() -> dict[str, str]:
@@ -265,7 +274,9 @@ class WorkerProcess:
     def _spawn(self) -> None:
         self._end()
         if not self._abandoned:
-            self._child = self._children.start(["-P", "-m", self._main.module], self._main.environment())
+            self._child = self._children.start(
+                ["-P", "-m", self._main.module], self._main.environment(), forked=self._main.forked
+            )
             self._spawned = True
 
     def _end(self) -> None:

@@ -14,9 +14,10 @@ from scheduler.core.records import Schedule
 from scheduler.model.cost import CostModel, arithmetic_intensity
 from scheduler.model.traffic import column
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.space import Choice, Columns, DeclarationError, Space
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Feasibility of a schedule for a problem on a chip, with the reason if it cannot run.

@@ -20,10 +20,11 @@ from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import Candidate, prune
 from scheduler.prediction.transfer import Neighbour
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
+from search_spaces.target import Target
 
 # The share of the legal schedules, ranked by the model, that become candidates, and the minimum number per trial.
 KEPT_SHARE = 0.25

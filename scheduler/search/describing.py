@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from optuna.distributions import BaseDistribution
 
 from scheduler.search.samplers import BACKEND, distributions_of, name_of, parameters_of, suggested_schedule
-from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Choice
+from search_spaces.target import Target
 
 
 class Tried(Protocol):

@@ -11,9 +11,9 @@ import numpy as np
 
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Target
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 # Extents of a tile for the cost model: those of FlashAttention-3 at a head size of 128.
 BLOCK_Q = BLOCK_KV = 128

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.attention.xla import visible
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Target
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

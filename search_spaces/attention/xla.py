@@ -11,7 +11,7 @@ from jax import lax
 
 from search_spaces.attention import left_out
 from search_spaces.attention.problem import SOFTCAP, AttentionProblem, Lengths
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Attention in float32 by plain JAX, one block of queries at a time: no array has q_len x kv_len elements.

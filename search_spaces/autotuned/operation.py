@@ -31,10 +31,11 @@ from search_spaces.autotuned.declaration import Asked, Declaration, declared, to
 from search_spaces.autotuned.names import captured, name_of
 from search_spaces.footprint import Footprint
 from search_spaces.front_end import require_array, unsupported_reason, weakly_typed
-from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
+from search_spaces.kernel import Kernel, Library, LibraryKernel
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import Arrays, Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Columns, DeclarationError, Space, one_truth_value
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # A call of a function as a problem: the types of its arrays, and its static parameters.

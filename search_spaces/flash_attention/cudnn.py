@@ -12,9 +12,10 @@ from search_spaces.attention.cudnn import CudnnSchedule
 from search_spaces.attention.problem import SOFTCAP, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import Kernel
 from search_spaces.operation import MatchedEquation
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 
 class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):

@@ -14,8 +14,9 @@ from search_spaces.attention.interpret import InterpretedAttention, logits, one_
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 
 class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttention]):

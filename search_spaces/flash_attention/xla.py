@@ -7,8 +7,9 @@ from typing import Any
 from search_spaces.attention import xla
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.space import Space
+from search_spaces.target import Target
 
 
 class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):

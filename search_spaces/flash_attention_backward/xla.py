@@ -9,9 +9,10 @@ import jax
 from search_spaces.attention import xla
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.problem import Tolerance
 from search_spaces.space import Space
+from search_spaces.target import Target
 
 
 class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):

@@ -21,7 +21,7 @@ from search_spaces.hopper.limits import (
     padded,
 )
 from search_spaces.hopper.smem_layout import padded_bytes
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.matmul.hopper.footprint import footprint as of_product
 from search_spaces.matmul.hopper.footprint import registers_per_block
 from search_spaces.matmul.hopper.kernel import launched
@@ -29,6 +29,7 @@ from search_spaces.matmul.hopper.schedule import Gate, HopperSchedule, Tiling
 from search_spaces.matmul.hopper.space import space
 from search_spaces.matmul.tiles import added
 from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # The layout of a gated matmul's weights and biases, and whether the kernel reads them in place.

@@ -11,10 +11,11 @@ from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul.epilogue import EXPONENTIALS
 from search_spaces.matmul.interpret import masked, tile_extents
 from search_spaces.space import Columns, Space, cdiv
+from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,10 @@ import numpy as np
 
 from search_spaces.footprint import Footprint
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul.tpu import Factor, TpuSchedule, footprint, launched, space, unsupported, vmem_limit
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 from search_spaces.tpu import LANES
 
 # ------------------------------------------------------------------------------

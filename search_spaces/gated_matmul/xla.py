@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.matmul import epilogue
 from search_spaces.problem import Tolerance
+from search_spaces.target import Target
 
 
 class XlaGatedMatmul(LibraryKernel[GatedMatmulProblem]):

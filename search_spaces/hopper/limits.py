@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.kernel import Target
+from search_spaces.target import Target
 
 # Threads of a warp, warps and threads of a warpgroup (PTX ISA, wgmma).
 WARP = 32

@@ -12,11 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Arrays, nbytes
 from search_spaces.space import Columns, Space, cdiv
+from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

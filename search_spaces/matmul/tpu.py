@@ -18,12 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.jax_compat import HAS_TPU_BF16_3X
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Arrays, nbytes
 from search_spaces.space import Columns, Space, cdiv, round_up
+from search_spaces.target import Target
 from search_spaces.tpu import LANES, VMEM_LIMITS_MIB, limit_bytes, window_bytes
 
 # ------------------------------------------------------------------------------

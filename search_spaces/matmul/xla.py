@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, Operands
 from search_spaces.problem import Arrays
+from search_spaces.target import Target
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):

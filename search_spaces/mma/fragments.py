@@ -20,9 +20,9 @@ from jaxlib.mlir.dialects import llvm
 
 from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import HAS_MMA, NEEDS_JAX, mosaic_gpu_code, plgpu
-from search_spaces.kernel import Target
 from search_spaces.mma import lanes
 from search_spaces.mma.cp_async import SmemTile
+from search_spaces.target import Target
 
 # One instruction, mma.m16n8 (PTX ISA): rows and columns of the result, and bytes of each operand along k.
 MMA_ROWS, MMA_COLUMNS, MMA_K_BYTES = 16, 8, 32

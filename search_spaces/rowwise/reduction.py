@@ -16,10 +16,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.problem import Tolerance, as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 Statistics = tuple[jax.Array, ...]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from search_spaces.footprint import Footprint, Operand
 from search_spaces.hopper.limits import WARPGROUP, not_hopper, padded
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.matmul.hopper.footprint import footprint as footprint_of_product
 from search_spaces.matmul.hopper.footprint import registers_per_block
 from search_spaces.matmul.hopper.kernel import launched
@@ -20,6 +20,7 @@ from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule, Tili
 from search_spaces.matmul.hopper.space import space as space_of_product
 from search_spaces.scaled_matmul.problem import BLOCK, ScaledMatmulProblem
 from search_spaces.space import Columns, Space, cdiv
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # The search space of a scaled matmul on Hopper: the matmul's schedules, restricted to those that can scale.

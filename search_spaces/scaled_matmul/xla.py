@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.problem import Tolerance
 from search_spaces.scaled_matmul.problem import BLOCK, LARGEST_SCALE, ScaledMatmulProblem
 from search_spaces.space import round_up
+from search_spaces.target import Target
 
 
 class XlaScaledMatmul(LibraryKernel[ScaledMatmulProblem]):

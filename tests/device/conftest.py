@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scheduler.core.records import Measurement
-from scheduler.measure.gpu import Gpu
+from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.measure.pool import Pool
-from search_spaces import jax_compat
 
 
 def _take_a_share() -> None:
@@ -28,7 +27,7 @@ _take_a_share()
 
 @pytest.fixture(scope="session")
 def pool():
-    gpu = Gpu.query() if jax_compat.cuda_wanted() else None
+    gpu = Gpu.query() if cuda_wanted() else None
     if gpu is None:
         pytest.skip("needs an NVIDIA GPU and a jax with CUDA")
     with Pool(gpu) as pool:

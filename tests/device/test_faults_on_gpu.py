@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.gpu import Gpu
+from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.measure.pool import Pool
 from scheduler.measure.runner import RunnerOptions, Task
-from search_spaces import jax_compat
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faulty_kernels import DOUBLE, DoubleProblem
@@ -20,7 +19,7 @@ RUN_TIMEOUT_S = 10.0
 
 @pytest.fixture(scope="module")
 def pool():
-    gpu = Gpu.query() if jax_compat.cuda_wanted() else None
+    gpu = Gpu.query() if cuda_wanted() else None
     if gpu is None:
         pytest.skip("needs an NVIDIA GPU and a jax with CUDA")
     with Pool(gpu, RunnerOptions(workers=2, run_timeout_s=RUN_TIMEOUT_S)) as pool:

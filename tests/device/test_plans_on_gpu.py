@@ -7,8 +7,7 @@ import textwrap
 
 import pytest
 
-from scheduler.measure.gpu import Gpu
-from search_spaces import jax_compat
+from scheduler.measure.gpu import Gpu, cuda_wanted
 
 STEP = """
     import dataclasses, sys
@@ -43,7 +42,7 @@ ANSWER = """
 
 
 def test_a_plan_made_here_answers_the_same_in_two_processes(tmp_path):
-    if not (jax_compat.cuda_wanted() and Gpu.query()):
+    if not (cuda_wanted() and Gpu.query()):
         pytest.skip("needs an NVIDIA GPU and a jax with CUDA")
 
     def process(code):

@@ -42,8 +42,9 @@ from search_spaces.hopper.limits import (
     padded,
 )
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.space import Choice, Columns, Rule, Space, cdiv, round_up
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # The schedule of flash decoding on Hopper.

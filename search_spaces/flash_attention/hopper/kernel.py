@@ -39,8 +39,9 @@ from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import not_hopper, padded
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.space import Column, Columns, Space
+from search_spaces.target import Target
 
 
 def kernel(

@@ -24,8 +24,9 @@ from search_spaces.attention.problem import SOFTCAP, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention.tpu.space import Rows, TpuFlashAttentionSchedule, footprint, quotient, space
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.space import Columns, Space, cdiv
+from search_spaces.target import Target
 from search_spaces.tpu import limit_or_none
 
 # ------------------------------------------------------------------------------

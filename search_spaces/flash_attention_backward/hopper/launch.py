@@ -30,8 +30,9 @@ from search_spaces.flash_attention_backward.problem import FlashAttentionBackwar
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import not_hopper, padded
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
 
 HEAD_DIMS = (64, 96, 128)
 _COMMON: Any = {

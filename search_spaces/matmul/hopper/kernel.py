@@ -58,7 +58,6 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.smem_layout import Untiled
 from search_spaces.hopper.synchronization import Pipeline, Turns, by_one_warp
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Target
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
 from search_spaces.matmul.hopper.main_loop import Consumer, Cta, Operand, Scales, Scaling, main_loop, scaled_main_loop
 from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
@@ -73,6 +72,7 @@ from search_spaces.matmul.hopper.tile_scheduler import (
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Problem
 from search_spaces.space import cdiv
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Stores of the epilogue: subtiles go from shared memory to the results in device memory, which split the columns.

@@ -46,7 +46,7 @@ from jax import lax
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import not_hopper, padded
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.matmul.hopper.footprint import footprint
 from search_spaces.matmul.hopper.kernel import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule, Tiling
@@ -55,6 +55,7 @@ from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.tiles import reduced
 from search_spaces.problem import Arrays, nbytes
 from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Transposes operands that wgmma cannot read in place: before the launch, XLA makes k their last axis.

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import padded
 from search_spaces.jax_compat import interprets, plgpu
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, padded_elements
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.mma.space import MmaSchedule, Tiling, footprint, space
 from search_spaces.matmul.problem import MatmulProblem
@@ -30,6 +30,7 @@ from search_spaces.mma.cp_async import SmemTile, Source
 from search_spaces.mma.fragments import Operand, WarpTiles, multiplies, not_before_hopper
 from search_spaces.problem import Arrays, as_tuple
 from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax import lax
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.rowwise.hopper.kernel import refusal
 from search_spaces.rowwise.hopper.resident import COMPILER_PARAMS
 from search_spaces.rowwise.hopper.space import coalescing, vectors
@@ -20,6 +20,7 @@ from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import HalvesFormula
 from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
 
 P = TypeVar("P", bound=RowProblem)
 # Registers of a thread besides its elements of all halves (ptxas; see docs/kernels/rows-hopper.md).

@@ -12,7 +12,7 @@ import jax
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS, not_hopper
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.mma.fragments import not_before_hopper
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
 from search_spaces.rowwise.hopper.resident import (
@@ -26,6 +26,7 @@ from search_spaces.rowwise.hopper.space import ElementCosts, RowSchedule, footpr
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 
 P = TypeVar("P", bound=RowProblem)
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, WARPS, not_hopper
-from search_spaces.kernel import Target
 from search_spaces.problem import nbytes
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.resident import (
@@ -24,6 +23,7 @@ from search_spaces.rowwise.hopper.row_partition import RowPartition
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Choice, Columns, Rule, Space, round_up
+from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # The schedule of a row-wise kernel: where a row resides while it is reduced, and the fields of that residency.

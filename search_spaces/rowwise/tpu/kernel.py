@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import HalvesFormula, Reduction
 from search_spaces.rowwise.tpu.row_blocks import Place, RowLoop, chunked_rows, over_rows, whole_rows
@@ -26,6 +26,7 @@ from search_spaces.rowwise.tpu.space import (
     row_space,
 )
 from search_spaces.space import Columns, Space
+from search_spaces.target import Target
 from search_spaces.tpu import LANES, limit_or_none
 
 # ------------------------------------------------------------------------------

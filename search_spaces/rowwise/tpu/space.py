@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Target
 from search_spaces.problem import nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Column, Columns, Space, cdiv, round_up
+from search_spaces.target import Target
 from search_spaces.tpu import ALLOCATION_BYTES, LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes
 
 # ------------------------------------------------------------------------------
