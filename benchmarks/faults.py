@@ -38,7 +38,9 @@ from scheduler.measure.runner import RunnerOptions
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+# Before any process starts: a process looks for modules where this one does when it starts.
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "device")]
 from operations import CPU_FAULTS, FAULTS, FAULTY, RIGHT, FaultyProblem
 
 # Left of a device whose memory another process has taken: enough for the context of a process that is replaced.
@@ -161,7 +163,6 @@ def _full(fault: str, times: int, runner: Pool) -> list[Row]:
 
 def _kernels(fault: str, times: int, runner: Pool) -> list[Row]:
     """Pallas kernels that break the device for real, beside one that is right."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "device"))
     from faulty_kernels import DOUBLE, TILE, DoubleProblem
 
     stages = {"out_of_bounds": "verify", "endless": "timeout", "skips_a_tile": "verify"}

@@ -15,7 +15,6 @@ from processes import gone
 
 from scheduler.core.errors import SchedulerError
 from scheduler.fleet import ray_cluster
-from scheduler.measure.pool import READY
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search import jobs
 from scheduler.search.task import Task
@@ -192,7 +191,7 @@ def test_hosts_without_a_gpu_compile_for_the_others_and_the_records_are_the_same
             running.add_node(**HOST)
             with ray_cluster.places(running.address, RunnerOptions(workers=1)) as found:
                 (place,) = found
-                while ray.get(place._actor.describe.remote())["slots"] < 1 + READY + 2:
+                while ray.get(place._actor.describe.remote())["slots"] < 1 + 2 + 2:
                     time.sleep(0.1)
                 helped = {str(r.task): r for r in jobs.run(tasks, found, store=store)}
         finally:

@@ -173,12 +173,17 @@ def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Arra
     return checks, jax.block_until_ready(problem.inputs(seed))
 
 
+def parts(problem: Problem) -> int:
+    """Returns the number of parts in which `prepare` compiles, so that processes can compile them in parallel."""
+    return 3 + len(problem.special())
+
+
 def prepare(problem: Problem, device: jax.Device, part: int) -> None:
     """Compiles programs of `compiled_checks` and of special operands, for processes that share the directory.
 
     Args:
       device: the device to compile for; nothing runs on it.
-      part: the part to compile, from 0 to `protocol.PARTS` - 1.
+      part: the part to compile, from 0 to `parts` - 1; the parts that are needed first come first.
     """
     with checking.program_compiled_for(device):
         for compile_some in _check_part(problem, part):
@@ -187,18 +192,18 @@ def prepare(problem: Problem, device: jax.Device, part: int) -> None:
 
 
 def _check_part(problem: Problem, part: int) -> Iterator[Callable[[], Any]]:
-    if part < 2:
+    if part == 0:
+        yield lambda: copying(problem.inputs(0))
+    elif part < 3:
         rows = compared_rows(problem)
         reference, expected = _reference(problem, rows)
-    if part == 0:
-        yield lambda: checking.compiled_program(reference, problem.operands())
-    elif part == 1:
-        yield lambda: poisoning(problem)
-        yield lambda: comparisons(problem, expected, rows)
+        if part == 1:
+            yield lambda: checking.compiled_program(reference, problem.operands())
+        else:
+            yield lambda: poisoning(problem)
+            yield lambda: comparisons(problem, expected, rows)
     else:
-        yield lambda: copying(problem.inputs(0))
-        for kind in problem.special():
-            yield lambda kind=kind: problem.special_inputs(kind, 0)  # type: ignore[misc]
+        yield lambda: problem.special_inputs(problem.special()[part - 3], 0)
 
 
 def _reference(problem: Problem, rows: Rows | None) -> tuple[Compiled, tuple[jax.ShapeDtypeStruct, ...]]:

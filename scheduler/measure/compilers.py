@@ -23,7 +23,7 @@ from scheduler.core.errors import SchedulerError, WorkerError
 from scheduler.core.interrupts import WAKE_S, in_thread
 from scheduler.core.records import Failure
 from scheduler.measure.gpu import Gpu, require_device_lock
-from scheduler.measure.protocol import PARTS, Do, Programs, Request, decode, encode
+from scheduler.measure.protocol import Do, Programs, Request, decode, encode
 from scheduler.measure.subprocess_pipe import Children, Ended, Limit
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
@@ -176,14 +176,14 @@ class Compilers:
         """
         return self._answered(requested(task, do, programs=programs), task, limits)
 
-    def prepare(self, task: Task, limits: Limits) -> None:
+    def prepare(self, task: Task, parts: int, limits: Limits) -> None:
         """Starts compiling the programs that check the results of a problem. Does not wait, and ignores failures."""
 
         def ask(part: int) -> None:
             with contextlib.suppress(SchedulerError):  # the measuring process reports the error again
                 self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, limits)
 
-        for part in range(PARTS):
+        for part in range(parts):
             threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
 
     def add(self, helpers: Sequence[Helper]) -> None:

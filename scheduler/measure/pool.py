@@ -20,7 +20,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
 from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
-from scheduler.measure.buffers import needed_buffer_bytes
+from scheduler.measure.buffers import needed_buffer_bytes, parts
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
 from scheduler.measure.conversation import Limits
 from scheduler.measure.gpu import Gpu
@@ -39,9 +39,9 @@ from search_spaces.target import Target
 
 # The number of concurrent problems: candidates of the next problem compile while the finalists of one are timed.
 SEARCHES = 2
-# Concurrent requests beyond those that compile. Their compiled programs wait for the measuring process, so that it is
-# never idle.
-READY = 2
+# The maximum number of concurrent requests beyond those that compile. Their compiled programs wait for the measuring process, so that it is
+# never idle; and compilation goes on while the measuring process compiles a library program.
+READY = 10
 
 What = tuple[Operation[Any], Problem, L2]
 
@@ -149,7 +149,8 @@ class Pool:
         self._gpu, self._memory_bytes = gpu, gpu.free_bytes - CONTEXT_BYTES
         self._compilers, self._measuring = self._processes.compilers, self._processes.measuring
         # While another pool times its finalists, this pool compiles on more than its share of the processes.
-        self.slots = min(self._compilers.count, 2 * self._processes.share) + READY
+        compiling = min(self._compilers.count, 2 * self._processes.share)
+        self.slots = compiling + min(compiling + 1, READY)
         self._compiled: dict[What, dict[Any, Programs]] = {}
         self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
         self._held: dict[What, int] = {}  # the number of searches that hold each problem, the oldest problem first
@@ -335,7 +336,8 @@ class Pool:
         operation, problem, l2 = what
         for each in (problem, problem.neighbour()):
             if each is not None:
-                self._compilers.prepare(Task(operation, each, operation.library.backend, {}, 1, l2), self._limits)
+                task = Task(operation, each, operation.library.backend, {}, 1, l2)
+                self._compilers.prepare(task, parts(each), self._limits)
 
     def _release(self, what: What) -> None:
         with self._changed:

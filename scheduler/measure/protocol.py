@@ -11,8 +11,6 @@ from search_spaces.target import Target
 
 # The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
-# The programs that check results are compiled in this many parts, so that processes can compile them in parallel.
-PARTS = 3
 # The kinds of request. A compile process compiles a candidate ("measure"), the further programs that confirming it runs
 # ("confirm"), or the programs that check the results of a problem ("prepare"). The measuring process does all other
 # work.
@@ -89,7 +87,7 @@ class Request:
       beside: other problems that are being searched; the process keeps its state for these problems and drops all
         other.
       programs: files of compiled programs: the candidate's own; to confirm it, also those in `Answer.programs`.
-      part: the part to prepare (`checks.prepare`).
+      part: the part to prepare (`buffers.prepare`).
     """
 
     do: Do
