@@ -41,7 +41,7 @@ from scheduler.store.store import Store
 # Before any process starts: a process looks for modules where this one does when it starts.
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "device")]
-from operations import CPU_FAULTS, FAULTS, FAULTY, RIGHT, FaultyProblem
+from operations import CPU_FAULTS, FAULTS, FAULTY, RIGHT, FaultyProblem  # noqa: E402
 
 # Left of a device whose memory another process has taken: enough for the context of a process that is replaced.
 LEFT_BYTES = 4 * GIB

@@ -14,7 +14,7 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import Measurement
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench
-from scheduler.measure.buffers import parts, prepare
+from scheduler.measure.buffers import PARTS, prepare
 from search_spaces import checking
 from search_spaces.checking import compiled_program, program_of, shared_in
 from search_spaces.configuration import measurements
@@ -141,7 +141,7 @@ def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkey
 )
 def test_what_one_process_prepares_another_only_loads(tmp_path, compilations, operation, problem):
     with measurements(), shared_in(str(tmp_path)):
-        for part in range(parts(problem)):
+        for part in range(PARTS):
             prepare(problem, jax.devices("cpu")[0], part)
         made = len(compilations)
         assert made >= 4, "operands, the reference, what compares, what is written over"
@@ -163,7 +163,7 @@ def test_to_prepare_runs_nothing_and_passes_over_operands_that_other_code_draws(
             return ()
 
     with shared_in(str(tmp_path)):
-        for part in range(parts(Drawn(8))):
+        for part in range(PARTS):
             prepare(Drawn(8), jax.devices("cpu")[0], part)
     assert len(compilations) >= 3, "the reference, what compares, what is written over"
 

@@ -173,9 +173,9 @@ def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Arra
     return checks, jax.block_until_ready(problem.inputs(seed))
 
 
-def parts(problem: Problem) -> int:
-    """Returns the number of parts in which `prepare` compiles, so that processes can compile them in parallel."""
-    return 3 + len(problem.special())
+# `prepare` compiles in this many parts, so that processes can compile them in parallel. The neighbour of a problem needs
+# no special operands, so it needs no last part.
+PARTS = 4
 
 
 def prepare(problem: Problem, device: jax.Device, part: int) -> None:
@@ -183,7 +183,7 @@ def prepare(problem: Problem, device: jax.Device, part: int) -> None:
 
     Args:
       device: the device to compile for; nothing runs on it.
-      part: the part to compile, from 0 to `parts` - 1; the parts that are needed first come first.
+      part: the part to compile, from 0 to `PARTS` - 1; the parts that are needed first come first.
     """
     with checking.program_compiled_for(device):
         for compile_some in _check_part(problem, part):
@@ -203,7 +203,8 @@ def _check_part(problem: Problem, part: int) -> Iterator[Callable[[], Any]]:
             yield lambda: poisoning(problem)
             yield lambda: comparisons(problem, expected, rows)
     else:
-        yield lambda: problem.special_inputs(problem.special()[part - 3], 0)
+        for kind in problem.special():
+            yield lambda kind=kind: problem.special_inputs(kind, 0)  # type: ignore[misc]
 
 
 def _reference(problem: Problem, rows: Rows | None) -> tuple[Compiled, tuple[jax.ShapeDtypeStruct, ...]]:

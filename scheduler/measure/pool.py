@@ -20,7 +20,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
 from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
-from scheduler.measure.buffers import needed_buffer_bytes, parts
+from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
 from scheduler.measure.conversation import Limits
 from scheduler.measure.gpu import Gpu
@@ -39,8 +39,8 @@ from search_spaces.target import Target
 
 # The number of concurrent problems: candidates of the next problem compile while the finalists of one are timed.
 SEARCHES = 2
-# The maximum number of concurrent requests beyond those that compile. Their compiled programs wait for the measuring process, so that it is
-# never idle; and compilation goes on while the measuring process compiles a library program.
+# The maximum number of concurrent requests beyond those that compile. Their compiled programs wait for the measuring
+# process, so that it is never idle; and compilation goes on while the measuring process compiles a library program.
 READY = 10
 
 What = tuple[Operation[Any], Problem, L2]
@@ -334,10 +334,10 @@ class Pool:
     def _prepare(self, what: What) -> None:
         """Starts compiling the programs that check the results of a problem and of its neighbour."""
         operation, problem, l2 = what
-        for each in (problem, problem.neighbour()):
+        for each, parts in ((problem, PARTS), (problem.neighbour(), PARTS - 1)):
             if each is not None:
                 task = Task(operation, each, operation.library.backend, {}, 1, l2)
-                self._compilers.prepare(task, parts(each), self._limits)
+                self._compilers.prepare(task, parts, self._limits)
 
     def _release(self, what: What) -> None:
         with self._changed:
