@@ -173,8 +173,8 @@ def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Arra
     return checks, jax.block_until_ready(problem.inputs(seed))
 
 
-# `prepare` compiles in this many parts, so that processes can compile them in parallel. The neighbour of a problem needs
-# no special operands, so it needs no last part.
+# `prepare` compiles in this many parts, so that processes can compile them in parallel. The neighbour of a problem has
+# no special operands, so the last part is not needed there.
 PARTS = 4
 
 
