@@ -124,7 +124,7 @@ def test_in_one_process_too_whatever_a_candidate_does_is_its_own_failure_and_the
 
 def test_a_program_that_calls_python_is_compiled_where_it_runs_not_for_an_absent_device(tmp_path):
     elsewhere = Builder(CPU, device=jax.devices("cpu")[0])
-    problem, schedule = FaultyProblem(8, "ok forgetful"), [{"number": 0}, {"number": 1}]
+    problem, schedule = FaultyProblem(8, "wrong forgetful"), [{"number": 0}, {"number": 1}]
     kernel = FAULTY.kernel("scripted")
     moved, left = (elsewhere.build(kernel, problem, each) for each in schedule)
     assert save(moved, tmp_path / "moved")
