@@ -124,7 +124,7 @@ def _forward(process: subprocess.Popen[str], answers: queue.SimpleQueue[str]) ->
 
 
 def answer(question: Mapping[str, Any], hardware: Hardware) -> dict[str, Any]:
-    """In a process started with `static_profile.environment`."""
+    """In a process started with `estimate.profile_environment`."""
     import jax
 
     from search_spaces import load

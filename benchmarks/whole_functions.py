@@ -26,7 +26,7 @@ def wall_times(
     """Microseconds a layer of each version, by name: ``jnp_us``, its spread and every sample; and each over jnp's.
 
     Args:
-      runs: as `in_turns.compare` takes them; the first is what the others are compared with.
+      runs: as `comparison.time_interleaved` takes them; the first is what the others are compared with.
       layers: in a call.
       devices: that are kept busy; () is JAX's default device.
       seconds: of rounds for each version; 0 is `SECONDS_OF_VERSION`.

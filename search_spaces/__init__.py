@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     # Loaded on first use: reading, listing and copying records must not pay the half second that importing JAX takes.
     if name not in __all__:
         raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
-    places = {"Columns": "space", "Space": "space", "DeclarationError": "errors"}
+    places = {"Columns": "space", "Space": "space", "DeclarationError": "space"}
     places |= dict.fromkeys(("Footprint", "Operand", "Phase"), "footprint")
     places |= {"Problem": "problem", "Tolerance": "problem", "Operation": "operation"}
     module = importlib.import_module(f"search_spaces.{places.get(name, 'kernel')}")

@@ -192,7 +192,7 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
     """Changes typical operands to special ones of this kind.
 
     Args:
-      kind: one of `KINDS`.
+      kind: one of `VALUE_KINDS`.
       integers: whether integers are changed, too: they may be lengths or indices.
     """
     made, first = [], True

@@ -68,7 +68,7 @@ INTERPRETER_PLATFORMS = frozenset({"tpu"})
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Context in which kernels of `PLATFORMS` are interpreted when traced."""
+    """Context in which kernels of `INTERPRETER_PLATFORMS` are interpreted when traced."""
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
             yield

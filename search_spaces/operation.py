@@ -26,7 +26,7 @@ class BoundCall(Generic[P]):
 
     Attributes:
       problem: the problem of the call.
-      operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`unfolded`).
+      operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`front_end.split_axes`).
       restore: ``restore(*results)`` is the caller's result; None is `Problem.pack`, the results unchanged.
       params: arguments of `Kernel.run` besides arrays.
     """
@@ -76,7 +76,7 @@ class Operation(Generic[P]):
     that correspond to results (results, tangents, cotangents) are one array, or a tuple if `Problem.result` is a tuple.
     A zero tangent or cotangent is None, as an argument and as a result. ``call.params`` are the call's params by name,
     for a formula in the rule or another operation. If a front end or `batch` passes several axes in place of one that
-    `shard` names (`unfolded`), all rules get arrays with these axes, and results have them.
+    `shard` names (`front_end.split_axes`), all rules get arrays with these axes, and results have them.
 
     Attributes:
       name: the name in a cache and on a command line.
@@ -97,10 +97,10 @@ class Operation(Generic[P]):
         `vjp_bwd` form a `jax.custom_vjp`: forward mode raises its TypeError, and zero cotangents are arrays of zeros.
         Calls of the same operation within `vjp_fwd` have the library kernel's derivative (for a Hessian).
         ``call.params`` includes `vjp_params`.
-      front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it; options are
+      front_end: ``front_end(*args, **options)`` -> `BoundCall` or `Unsupported`: a call as users write it; options are
         keyword-only. Default: see `bind`.
       equations: JAX primitives whose equations the operation can replace: ``posed(*inputs, stored=None, **params)`` ->
-        `Posed`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for the
+        `MatchedEquation`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for the
         result, the order of its axes in memory; None if it is the axes' own order.
       recognise: ``recognise(node)`` -> `Recognised` if an equation of a graph (`search_spaces.recognise`) is the last
         of several that compute this operation, else None. It must not recognise other computations.

@@ -235,7 +235,7 @@ class Problem(abc.ABC):
         return allowed if isinstance(allowed, tuple) else (allowed,) * len(self.results())
 
     def special(self) -> tuple[str, ...]:
-        """Returns the kinds of special operands (`special_values.KINDS`) for which results must be correct, too.
+        """Returns the kinds of special operands (`checking.VALUE_KINDS`) for which results must be correct, too.
 
         Default: all kinds that apply to the operands' dtypes. None if `inputs` is overridden, because other operands
         may then be excluded.

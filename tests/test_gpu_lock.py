@@ -96,13 +96,13 @@ USER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from scheduler.measure import gpu_lock
-gpu_lock.SHARED = Path({shared!r})
+from scheduler.measure import gpu
+gpu.SHARED = Path({shared!r})
 if os.geteuid() == 0 and {user}:
     os.setgid({user}); os.setuid({user})
 log = os.open({log!r}, os.O_WRONLY | os.O_APPEND)
 for _ in range(20):
-    with gpu_lock.exclusive("gpu"):
+    with gpu.device_lock("gpu"):
         os.write(log, b"+")
         time.sleep(0.005)
         os.write(log, b"-")

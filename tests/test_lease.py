@@ -114,7 +114,7 @@ def cold_clock(problem, hardware, l2="cold"):
 
 
 def test_what_was_measured_with_warm_operands_makes_no_search_with_cold_ones_needless(path, monkeypatch):
-    monkeypatch.setattr("scheduler.search.baseline.condition", cold_clock)
+    monkeypatch.setattr("scheduler.search.baseline.timing_conditions", cold_clock)
     problem, store = DoubleProblem(8), Store(path)
     warm = tune(DOUBLE, problem, budget=5, store=store, runner=Device(), l2="warm")
     assert tune(DOUBLE, problem, budget=5, store=store, runner=Device(), l2="warm") == warm

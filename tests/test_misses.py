@@ -350,9 +350,9 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
         pytest.importorskip("psycopg", reason="PostgreSQL's driver is missing: pip install 'psycopg[binary]'")
     path = script(
         tmp_path, "import atexit, warnings\nwarnings.simplefilter('ignore')\n" + CALL +
-        "import time\nfrom scheduler.store import noting\nended = time.monotonic()\n"
+        "import time\nfrom scheduler.store import misses\nended = time.monotonic()\n"
         "atexit.register(lambda: print(time.monotonic() - ended))\n"
-        "atexit.unregister(noting.flush), atexit.register(noting.flush)\n"
+        "atexit.unregister(misses.flush_misses), atexit.register(misses.flush_misses)\n"
     )  # fmt: skip
     with silent_server() if "server" in what else locked_file(tmp_path / "own.db") as url:
         process = started(path, 1, TILE_SCHEDULER_CACHE=str(url))
@@ -362,7 +362,7 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
 
 
 def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):
-    text = CALL + "from scheduler.store import noting\nassert noting.flush(30)\nprint(os.getpid(), flush=True)\n"
+    text = CALL + "from scheduler.store import misses\nassert misses.flush_misses(30)\nprint(os.getpid(), flush=True)\n"
     process = started(script(tmp_path, text + "time.sleep(600)\n"), 1, 2)
     pid = int(process.stdout.readline())
     os.kill(pid, signal.SIGKILL)
@@ -374,21 +374,21 @@ def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):
 FORK = """
 import os, sys, warnings
 warnings.simplefilter("ignore")  # of JAX, which is multithreaded
-import noting_of_a_fork as shared
-from scheduler.store import noting
+import misses_of_a_fork as shared
+from scheduler.store import misses
 from scheduler.store.store import Store, default_url
 store = Store(default_url())
-noting.note(store, shared.miss("before"))
+misses.queue_misses(store, shared.miss("before"))
 if not (pid := os.fork()):
-    noting.note(store, shared.miss("child"))
-    os._exit(not noting.flush(30))
-noting.note(store, shared.miss("parent"))
+    misses.queue_misses(store, shared.miss("child"))
+    os._exit(not misses.flush_misses(30))
+misses.queue_misses(store, shared.miss("parent"))
 assert os.waitpid(pid, 0)[1] == 0
 """
 
 
 def test_a_fork_notes_what_it_misses_itself_and_no_more(tmp_path):
-    (tmp_path / "noting_of_a_fork.py").write_text(
+    (tmp_path / "misses_of_a_fork.py").write_text(
         "from scheduler.core.records import Key, Miss\n"
         "def miss(problem):\n    return Miss(Key('matmul', 'cpu', problem), 1, 'now', 'now')\n"
     )
@@ -402,17 +402,17 @@ FORK_OF_A_WRITER = """
 import os, time, warnings
 warnings.simplefilter("ignore")
 from scheduler.core.records import Key, Miss
-from scheduler.store import noting
+from scheduler.store import misses
 from scheduler.store.store import Store, default_url
-noting.note(Store(default_url()), Miss(Key("matmul", "cpu", "{}"), 1, "now", "now"))
-while not noting._writer.writing.locked():
+misses.queue_misses(Store(default_url()), Miss(Key("matmul", "cpu", "{}"), 1, "now", "now"))
+while not misses._writer.writing.locked():
     time.sleep(0.01)
 started = time.monotonic()
 if not (pid := os.fork()):
-    os._exit(noting._writer.writing.locked())
-assert time.monotonic() - started < 10 + noting.FORK_S  # SQLite waits 30 s
+    os._exit(misses._writer.writing.locked())
+assert time.monotonic() - started < 10 + misses.FORK_S  # SQLite waits 30 s
 assert os.waitpid(pid, 0)[1] == 0
-assert noting._writer.writing.locked()  # by its thread still
+assert misses._writer.writing.locked()  # by its thread still
 """
 
 

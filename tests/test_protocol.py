@@ -41,7 +41,7 @@ def test_every_message_is_among_those():
 
 
 def test_what_is_no_message_is_refused():
-    lines = ['{"$type": "Rumour"}', '{"$type": "Announcement", "loud": true}', '{"$type": "Answer", "outcome": 7}']
+    lines = ['{"$type": "Rumour"}', '{"$type": "StepStarted", "loud": true}', '{"$type": "Answer", "outcome": 7}']
     for line in [*lines, "7", "hello", "", "[" * 100_000]:
         with pytest.raises(ValueError, match="no message"):
             decode(line)

@@ -100,7 +100,7 @@ def test_what_answers_promptly_costs_no_patience_and_what_does_not_adds_up(monke
 def test_a_search_may_still_use_a_store_that_calls_gave_up(tmp_path, monkeypatch):
     from scheduler.store.cache import Cache
 
-    monkeypatch.setattr(cache, "given_up", lambda location: True)
+    monkeypatch.setattr(cache, "has_given_up", lambda location: True)
     layers = Cache()
     layers.put(values.record())
     assert layers.get(values.KEY) == values.record()

@@ -110,7 +110,7 @@ def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
 NOISY = """
 import atexit, os, sys
 print("hello from sitecustomize")
-print('{"$type": "Unable", "reason": "none"}', flush=True)
+print('{"$type": "InitFailed", "reason": "none"}', flush=True)
 os.write(1, b"straight to the descriptor\\n" * 5000)
 os.system("echo a child process")
 sys.stdin.read()

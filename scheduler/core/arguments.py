@@ -40,17 +40,17 @@ def checked_integer(name: str, value: Any, *, least: int = 1, most: int = MOST) 
 
 
 def checked_integer_or_none(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int | None:
-    """Returns None for None, otherwise the result of `whole`."""
+    """Returns None for None, otherwise the result of `checked_integer`."""
     return None if value is None else _or_none(checked_integer, name, value, least=least, most=most)
 
 
 def checked_seed(value: Any) -> int:
-    """Returns `value` as the seed of a random draw, from 0 to 2^32 - 1; raises as `whole` does."""
+    """Returns `value` as the seed of a random draw, from 0 to 2^32 - 1; raises as `checked_integer` does."""
     return checked_integer("seed", value, least=0, most=MOST_SEED)
 
 
 def positive(name: str, value: Any) -> float:
-    """Returns `value` as a finite number above 0; raises as `number` does."""
+    """Returns `value` as a finite number above 0; raises as `checked_number` does."""
     return checked_number(name, value, above=True)
 
 

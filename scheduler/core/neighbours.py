@@ -58,7 +58,7 @@ class Range:
 
     Attributes:
       operation, hardware: as in `Key`.
-      problem: what the problems share: `identity.family_of`, the canonical problem without `field`.
+      problem: what the problems share: `records.family_of`, the canonical problem without `field`.
       field: the extent's name.
       low, high: the requested lowest and highest value.
       points: the values with records, ascending. If nothing could run near an end, the points stop before that end, and

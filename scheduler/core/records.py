@@ -257,7 +257,7 @@ class Calibration:
     Attributes:
       hardware, operation, backend: `Hardware.id`, and the kernel of the trials.
       version: the kernel's version at that time.
-      constants: name -> value of the fitted constants (`overheads.Constants`, `residuals.Covariance`).
+      constants: name -> value of the fitted constants (`cost.Constants`, `constants.Covariance`).
       problems, trials: number of problems and trials in the fit.
       error: median of |log(predicted / measured)| over these trials.
       environment: of the newest trial.

@@ -44,7 +44,7 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
 
     Raises:
       ValueError: shapes or dtypes of the arrays do not match the problem.
-      WholeError: on a mesh with explicit axes, under the same conditions as `explicit.over`.
+      NotShardable: on a mesh with explicit axes, under the same conditions as `sharded.call_sharded`.
     """
     if jax_compat.has_explicit_axes(args):
 

@@ -133,7 +133,7 @@ def call_sharded(
       call: ``call(problem, *args)`` computes one shard.
 
     Raises:
-      WholeError: the call cannot be sharded, or only by gathering an array that JAX would leave sharded.
+      NotShardable: the call cannot be sharded, or only by gathering an array that JAX would leave sharded.
     """
     if partitioning_compat.is_mapped_over_a_mesh():
         raise NotShardable("a `vmap` around it has an `spmd_axis_name`")

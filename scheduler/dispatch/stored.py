@@ -167,7 +167,7 @@ def calling_line() -> str:
 
 @contextmanager
 def misses_from(line: str) -> Iterator[None]:
-    """Makes `line_asking` return `line` within this context."""
+    """Makes `calling_line` return `line` within this context."""
     before = _asking.set(line)
     try:
         yield

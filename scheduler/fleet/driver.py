@@ -67,7 +67,7 @@ def received(
       described: returns the parameters of a trial for Optuna's dashboard.
 
     Raises:
-      PlaceLost: the device was lost, or the messages ended before the search did.
+      ExecutorLost: the device was lost, or the messages ended before the search did.
       SchedulerError: the search ended without a record; the message gives the reason.
     """
     with BestEffortWriter(store) as keeping:

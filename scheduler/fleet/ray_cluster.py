@@ -61,7 +61,7 @@ class RayTransport:
 
 
 class RayPlace:
-    """An actor of a cluster that tunes problems of a job (`search.places.Place`).
+    """An actor of a cluster that tunes problems of a job (`job_queue.Executor`).
 
     Args:
       said: the description of the actor (`Agent.describe`).

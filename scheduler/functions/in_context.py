@@ -132,7 +132,7 @@ class Reference:
     """The function with XLA only, and its results.
 
     Attributes:
-      rounding: Relative rounding of its problems, from `agreement.rounding`.
+      rounding: Relative rounding of its problems, from `comparison.rounding`.
     """
 
     run: Run

@@ -92,18 +92,18 @@ def split_flax(nodes: Sequence[Any]) -> FlaxSplit:
 
 
 def merge_flax(graphs: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """Returns new nodes in the current trace, and the references that `split_again` uses to identify them."""
+    """Returns new nodes in the current trace, and the references that `split_flax_again` uses to identify them."""
     references = _graphlib().IndexMap()
     return _merge(graphs, leaves, references, None), references
 
 
 def split_flax_again(nodes: Sequence[Any], merged: Any) -> FlaxSplit:
-    """Splits nodes that a function changed, and new nodes. `update` identifies those that `merge` made."""
+    """Splits nodes that a function changed, and new nodes. `update_flax` identifies those that `merge_flax` made."""
     return _split(nodes, _graphlib().RefMap.from_indexmap(merged))
 
 
 def update_flax(before: FlaxSplit, graphs: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> list[Any]:
-    """Applies the changes of `split_again` in place to the nodes of `before`; returns them and the new nodes."""
+    """Applies the changes of `split_flax_again` in place to the nodes of `before`; returns them and the new nodes."""
     graphlib = _graphlib()
     originals = graphlib.IndexMap.from_refmap(before.references or graphlib.RefMap())
     return _merge(graphs, leaves, graphlib.IndexMap(), originals)

@@ -65,9 +65,9 @@ def _nested(jaxpr: Any, within: bool = False) -> bool:
 #
 # The TPU compiler is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names. Besides the
 # program, it writes the VMEM that each operation takes, and the number of cycles of its instruction schedule. libtpu
-# reads its settings once when it is loaded, so a process that compiles must be started with those of `environment`.
+# reads its settings once when it is loaded, so a process that compiles must be started with those of `profile_environment`.
 
-# The variable with the path of the reports; `environment` sets it.
+# The variable with the path of the reports; `profile_environment` sets it.
 REPORTS = "TILE_SCHEDULER_STATIC_REPORTS"
 
 _CYCLES = re.compile(r"estimated_cycles: (\d+)")
@@ -146,11 +146,11 @@ def profile_environment(reports: Path, hardware: Hardware) -> dict[str, str]:
 
 
 def static_profile(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware) -> Profile:
-    """Compiles `run` for `hardware`, in a process started with `environment`.
+    """Compiles `run` for `hardware`, in a process started with `profile_environment`.
 
     Raises:
       OutOfOnchipMemory: the compiler rejected the program.
-      SchedulerError: this process was not started with `environment`, or has no such compiler.
+      SchedulerError: this process was not started with `profile_environment`, or has no such compiler.
       Exception: any exception of lowering or compiling.
     """
     return compiled_profile(traced_profile(run, operands, hardware).lower())
@@ -337,7 +337,7 @@ def estimate(
     """Returns the compiler's cycles of one candidate at the highest clock as a time, or why it does not compile.
 
     The time is at least that of the reads, the writes or the arithmetic of the problem alone. Must run in a process
-    started with `static_profile.environment`. Nothing runs, so the results are not verified.
+    started with `profile_environment`. Nothing runs, so the results are not verified.
 
     Args:
       announce, raising: as in `Bench`.

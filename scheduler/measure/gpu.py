@@ -31,7 +31,7 @@ from search_spaces.target import Target
 
 # All users of a host share this directory, regardless of TMPDIR, and no user can delete the lock of another.
 SHARED = Path("/tmp")
-# No measurement takes this long: compiling a library program is limited to twelve minutes (`limits`). A process that
+# No measurement takes this long: compiling a library program is limited to twelve minutes (`subprocess_pipe`). A process that
 # holds the lock for longer hangs.
 LIMIT_S = 900.0
 POLL_S = 0.01
@@ -195,5 +195,5 @@ class Gpu:
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that makes this process the only one to measure on the GPU (`gpu_lock.exclusive`)."""
+        """Context manager that makes this process the only one to measure on the GPU (`device_lock`)."""
         return device_lock(self.uuid)

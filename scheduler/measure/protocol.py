@@ -38,14 +38,14 @@ class Init:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The reply to `Hello`: the chip that was found."""
+    """The reply to `Init`: the chip that was found."""
 
     target: Target
 
 
 @dataclasses.dataclass(frozen=True)
 class InitFailed:
-    """The reply to `Hello` if no device was found."""
+    """The reply to `Init` if no device was found."""
 
     reason: str
 

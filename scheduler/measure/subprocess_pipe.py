@@ -110,7 +110,7 @@ class Child:
         self._unread = b""
 
     def ask(self, message: Message, first: str, limit_s: Limit, ended: Ended) -> Message:
-        """Sends `message` and returns the reply; each `Announcement` before the reply begins the next step.
+        """Sends `message` and returns the reply; each `StepStarted` before the reply begins the next step.
 
         Args:
           first: the step that begins with the message.

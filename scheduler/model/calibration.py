@@ -132,7 +132,7 @@ def fit(
 ) -> Calibration:
     """Fits a kernel's scale, its errors by problem, and its fast variants to the observations.
 
-    For a library with at least `LEAST` problems, also fits the fixed time of one of its kernels.
+    For a library with at least `MIN_RESIDUALS` problems, also fits the fixed time of one of its kernels.
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= MIN_RESIDUALS:

@@ -252,7 +252,7 @@ def predict(
     If one of `records` is of this problem and still valid, it is selected, as in a call.
 
     A kernel that competes with the library must have been verified on this architecture. It must be faster with a
-    probability of at least `SURE`, given the errors of the model on measured problems. If `backends` excludes the
+    probability of at least `MIN_GAIN_PROBABILITY`, given the errors of the model on measured problems. If `backends` excludes the
     library, the best prediction is selected; a kernel without a verified schedule may then use an unverified one.
 
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
@@ -263,7 +263,7 @@ def predict(
       backends: the kernels that may be selected; None allows all.
       records: records of this operation on this chip; measurements take precedence over estimates.
       shared_only: use no constants of this user, which other processes of a job may not have.
-      sure: the minimum probability, in place of `SURE`.
+      sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
       fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The baseline of a search: the schedule that calls used before it (from a record, a range or the model)."""
+"""What is known before a search: the baseline (the schedule that calls used), and whether a record makes it needless."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Measurement, Record, Trial, key_of, point_of
+from scheduler.core.records import L2, Key, Measurement, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
 from scheduler.prediction.between import Evidence, answer, merged, read
 from scheduler.prediction.transfer import recheck
@@ -121,3 +121,16 @@ def stale_reason(
     if record.brief and not brief:
         return "only a few schedules were tried, between two points of a range"
     return None
+
+
+def refuse_to_replace_measured(key: Key, hardware: Hardware, store: TrialStore) -> None:
+    """Raises NoCandidate if times are estimated on `hardware` and `store` has a measured record of `key`."""
+    if not hardware.abilities.estimates:
+        return
+    with contextlib.suppress(MalformedRecord):
+        record = store.get(key)
+        if record is not None and not record.estimated:
+            raise NoCandidate(
+                f"what is stored of {key} was measured there, and no estimate replaces that: tune it on "
+                f"{hardware.kind}, or `tile-scheduler forget` it"
+            )

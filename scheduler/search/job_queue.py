@@ -46,7 +46,7 @@ class Executor(Protocol):
     def open(self) -> None:
         """Starts the processes that run candidates, unless they are running. Blocks.
 
-        It is also called after `search` raised `PlaceLost`.
+        It is also called after `search` raised `ExecutorLost`.
 
         Raises:
           SchedulerError: the place cannot start; it is not used again.
@@ -61,7 +61,7 @@ class Executor(Protocol):
           progress: called before the first trial and after each, from any thread.
 
         Raises:
-          PlaceLost: the place was lost, for reasons unrelated to the problem: retry the problem at another place.
+          ExecutorLost: the executor was lost, for reasons unrelated to the problem: retry the problem on another one.
           SchedulerError: as `tuner.tune`; the problem failed.
         """
 

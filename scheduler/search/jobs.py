@@ -161,7 +161,7 @@ def run(
     gets a second chance.
 
     The searches of a range are yielded as they end, like those of single problems; the range's own result comes last
-    (`ranges.RangeRun`).
+    (`RangeRun`).
 
     Args:
       places: where problems are tuned, all with the same kind of chip; closed at the end.
@@ -283,7 +283,7 @@ def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) 
       search: arguments of `Task`.
 
     Raises:
-      ValueError: as `Problem.parse`, or as `range_text.ends_of`.
+      ValueError: as `Problem.parse`, or as `task.ends_of`.
     """
     if (ends := ends_of(operation, texts)) is not None:
         field, lowest, highest = ends

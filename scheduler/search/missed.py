@@ -129,7 +129,7 @@ def _unknown(miss: Miss, error: Exception) -> str:
 def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
     """Splits the open misses into those worth a search, largest expected gain first, and the others.
 
-    The others are the last ones in the order, with a combined gain below `LEAST` of the total library time. Misses
+    The others are the last ones in the order, with a combined gain below `MIN_GAIN` of the total library time. Misses
     without a predicted gain are always worth a search.
     """
     ordered = sorted((one for one in missed if one.settled is None and one.problem is not None), key=_order)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from scheduler.core import arguments
 from scheduler.core.arguments import allowed_backends
-from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
+from scheduler.core.errors import NoCandidate, TakesHours
 from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import (
@@ -39,7 +39,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
-from scheduler.search.baseline import is_current, stale_reason
+from scheduler.search.baseline import is_current, refuse_to_replace_measured, stale_reason
 from scheduler.search.candidates import (
     Candidates,
     Recorded,
@@ -99,7 +99,7 @@ def tune(
 ) -> Record:
     """Searches the schedules of `problem` by timing them on the device, starting with the library's programs.
 
-    If `store` has a valid record, it is returned without a search (see `settled`). A search resumes an earlier one of
+    If `store` has a valid record, it is returned without a search (see `baseline.is_current`). A search resumes an earlier one of
     the same problem that was interrupted: measurements of the same kernels under the same conditions count as trials
     and are not repeated. Failed trials are run again, because the kernel may have been fixed.
 
@@ -244,7 +244,8 @@ class _Tuning:
     ) -> Record:
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
-        self._refuse_to_replace_measured()
+        if self.keeping.store is not None:
+            refuse_to_replace_measured(self.key, self.runner.hardware, self.keeping.store)
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
@@ -305,18 +306,6 @@ class _Tuning:
             f"none of {self.candidates.size} schedules of {self.key} ran: dropped {counted(self.candidates.dropped)}; "
             f"failed {counted(failed)}"
         )
-
-    def _refuse_to_replace_measured(self) -> None:
-        """Raises NoCandidate if times are estimated here and the store has a measured record."""
-        if self.keeping.store is None or not self.runner.hardware.abilities.estimates:
-            return
-        with contextlib.suppress(MalformedRecord):
-            record = self.keeping.store.get(self.key)
-            if record is not None and not record.estimated:
-                raise NoCandidate(
-                    f"what is stored of {self.key} was measured there, and no estimate replaces that: tune it on "
-                    f"{self.runner.hardware.kind}, or `tile-scheduler forget` it"
-                )
 
     def _refuse_hours(self, allowed: frozenset[str]) -> None:
         """Raises TakesHours if interpreting the candidates would take too long."""

@@ -15,7 +15,6 @@ from scheduler.core import text
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Environment, Key, Miss, Record, Trial, preferred
-from scheduler.store import misses
 from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def _too_long(location: str) -> TooLong:
 
 
 class Cache:
-    """The user's store combined with the shipped one. It supports searches as a `Store` does (`trials.Keeper`).
+    """The user's store combined with the shipped one. It supports searches as a `Store` does (`trials.TrialStore`).
 
     Records that were put here are also kept in memory, so that a read-only store does not cause a second search.
     """
@@ -222,6 +221,8 @@ class Cache:
         """Queues a miss for the user's store; if the store rejects it, it is lost silently."""
         self._open()
         if self._user is not None and not self._unwritable and not has_given_up(self._user.location):
+            from scheduler.store import misses  # imports SQLAlchemy, which calls need only once a store is open
+
             misses.queue_misses(self._user, miss)
 
     def close(self) -> None:

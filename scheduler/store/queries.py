@@ -49,7 +49,7 @@ def rows_by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any,
 
 
 def row_with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
-    """Returns the same rows as `by_key`, unordered."""
+    """Returns the same rows as `rows_by_key`, unordered."""
     found = [tuple(row) for row in rows]
     known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
     if strange := len(found) - len(known):

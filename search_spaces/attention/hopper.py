@@ -23,7 +23,7 @@ from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE, interprets, issue_wgmm
 from search_spaces.space import round_up
 
 # ------------------------------------------------------------------------------
-# Asynchronous wgmma products whose accumulators are values, to be waited for later (hopper/wgmma_async.py).
+# Asynchronous wgmma products whose accumulators are values, to be waited for later (hopper/synchronization.py).
 #
 # `plgpu.wgmma` keeps accumulators in references, which a loop cannot carry from one step to the next while they are in
 # flight. Here accumulators are values.
@@ -36,7 +36,7 @@ _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 def start_product(
     acc: jax.Array | None, a: Any, b: Any, *, columns: int, transforms: Any, transpose_a: bool, transpose_b: bool
 ) -> jax.Array:
-    """Starts ``acc + a b``, float32 with 64 rows; call `wgmma_async.wait` before using the result.
+    """Starts ``acc + a b``, float32 with 64 rows; call `wait_wgmma` before using the result.
 
     Args:
       acc: an earlier result, in flight or not, that has not been used since; None means zeros.
@@ -268,7 +268,7 @@ def _advance(descriptor: Any, distance: int) -> Any:
 
 
 def start_register_wgmma(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
-    """Starts ``acc + a b``; the result must not be used before `finish`.
+    """Starts ``acc + a b``; the result must not be used before `finish_register_wgmma`.
 
     Args:
       acc: ``float32[64, n]`` in the layout of wgmma's accumulators.

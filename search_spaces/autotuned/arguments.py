@@ -144,7 +144,7 @@ def static_to_text(name: str, value: Any) -> str:
 
 
 def value_of(text: str) -> Static:
-    """Returns the inverse of `spelled`; also reads `true` and `(1,2)`. Text that is no literal is unchanged."""
+    """Returns the inverse of `static_to_text`; also reads `true` and `(1,2)`. Text that is no literal is unchanged."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

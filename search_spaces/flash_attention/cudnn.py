@@ -84,7 +84,7 @@ def problem_of_equation(
     """Returns the attention of an equation, with the log-sum-exp if a gradient needs it, or why cuDNN keeps it.
 
     Args:
-      q, k, v, rest, params: as in `attention.from_cudnn`.
+      q, k, v, rest, params: as in `attention.cudnn`.
     """
     found = cudnn.cudnn_problem(q, k, rest, params)
     if isinstance(found, str):

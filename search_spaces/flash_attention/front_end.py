@@ -55,7 +55,7 @@ def bind(
     """Binds the arguments of `scheduler.tuned_flash_attention` to a problem and its operands.
 
     Returns:
-      `Unbound`, with the reason and a fallback in plain JAX, if no problem expresses the call.
+      `Unsupported`, with the reason and a fallback in plain JAX, if no problem expresses the call.
 
     Raises:
       ValueError: if the window or the softcap is invalid.

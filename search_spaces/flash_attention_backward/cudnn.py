@@ -82,7 +82,7 @@ def problem_of_equation(
     The log-sum-exp of the equation has the same definition as that of the kernels.
 
     Args:
-      q, k, v, rest, params: as in `attention.from_cudnn`; the last three of `rest` are the log-sum-exp, the result and
+      q, k, v, rest, params: as in `attention.cudnn`; the last three of `rest` are the log-sum-exp, the result and
         its cotangent.
     """
     *before, lse, out, d_out = rest

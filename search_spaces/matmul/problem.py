@@ -38,7 +38,7 @@ def format_sizes(sizes: Sequence[int] | str) -> str:
 
 
 def split_numbers(text: str) -> tuple[int, ...]:
-    """Parses the text that `spelled` returns.
+    """Parses the text that `format_sizes` returns.
 
     Raises:
       ValueError: a number is not positive, or there is only one.

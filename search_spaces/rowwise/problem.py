@@ -167,7 +167,7 @@ def bind_rows(problem: type[RowProblem], *arrays: Any, **params: Any) -> BoundCa
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
-    """Computes the formula in the dtype that `wide` returns.
+    """Computes the formula in the dtype that `is_wide` returns.
 
     Rows have the dtype of the first array, if that is inexact. A result that is a statistic of each row is not rounded.
     """

@@ -124,11 +124,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from search_spaces.matmul import MatmulProblem
-from search_spaces.matmul.hopper import bf16_3x
+from search_spaces.matmul.hopper.launch import split_bf16_3x
 
 problem = MatmulProblem(1000, 1000, 1000, dtype="float32", precision="high", transpose_a=True)
 a, b = problem.inputs(seed=0)
-parts, _ = jax.jit(lambda *args: bf16_3x.split(problem, *args))(a, b)
+parts, _ = jax.jit(lambda *args: split_bf16_3x(problem, *args))(a, b)
 low, high, whole = np.split(np.asarray(parts.astype(jnp.float32)), 3, axis=0)
 assert np.array_equal(high, whole) and np.count_nonzero(low[:1000]) > 0.9e6
 np.testing.assert_allclose((high + low)[:1000], np.asarray(a), rtol=2.0**-16)

@@ -338,7 +338,7 @@ class DecodePlan:
     @property
     def layout(self) -> type[SmemTile]:
         """Layout of tiles of keys and values in shared memory."""
-        few = self.p.kv_len < hopper.HEAD_ROWS  # Tiles of 8 rows also work for fewer keys than `ROWS`.
+        few = self.p.kv_len < hopper.HEAD_ROWS  # Tiles of 8 rows also work for fewer keys than `HEAD_ROWS`.
         return Tiled if few else hopper.head_layout(self.p.kv_len)
 
     @property

@@ -269,7 +269,7 @@ class WideCta(Cta):
         self._meet()
 
     def _zero(self, own: Any) -> Any:
-        """Returns index 0 of the array of k or v, in a form that LLVM cannot fold; see `products.own_index`."""
+        """Returns index 0 of the array of k or v, in a form that LLVM cannot fold; see `attention.hopper.own_index`."""
         return lax.div(own, jnp.int32(CONSUMERS))
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:

@@ -27,7 +27,7 @@ Cooperative consumers share each tile instead, and the epilogue of both overlaps
 "-> empty" happens when the wgmma has ended, or, with `delay_release`, when the next one has started. In a cluster along
 m or n, each CTA loads half of the shared operand for both CTAs (multicast), so its stages are empty when the consumers
 of both have read them. In a cluster along k, the CTAs reduce their accumulators before the epilogue
-(dsmem_reduction.py).
+(plan.py).
 
 **Why not `plgpu.emit_pipeline_warp_specialized`**, as in JAX's `hopper_matmul_mgpu`? It can also keep its pipeline full
 from one tile to the next (`pipeline_state`), but all of its consumers take part in every step. This excludes ping-pong,

@@ -1,13 +1,13 @@
 """The matmul on Hopper: supported problems, and the launch of one matmul.
 
 **Split-K.** If the tiles of a result leave SMs idle, CTAs share a tile. With cluster split-K two CTAs reduce their
-accumulators through DSMEM (dsmem_reduction.py). For more splits, `split_k` CTAs each write their accumulators to device
+accumulators through DSMEM (plan.py). For more splits, `split_k` CTAs each write their accumulators to device
 memory, and a reduction kernel adds them, first to last, and applies the epilogue. Both are deterministic. For results
 of m x n and s splits, the reduction kernel costs ``4 s m n`` bytes written and the same number read (from L2, if they
 fit), and one small launch, in which XLA fuses the reduction with the epilogue: 3 us more than DSMEM for 2048 x 576 x
 7168 on an H200. The alternatives:
 
-- One CTA adds the accumulators that the others leave, in the same launch, as for a split last wave (tail_reduction.py):
+- One CTA adds the accumulators that the others leave, in the same launch, as for a split last wave (tile_scheduler.py):
   the same number of bytes and no second launch, but it adds the accumulators of all SMs, and XLA zeros semaphores
   before each call.
 - Each split waits for the one before it and adds to its accumulators, using semaphores: half of the bytes and no second
@@ -20,7 +20,7 @@ fit), and one small launch, in which XLA fuses the reduction with the epilogue: 
 **The epilogue.** Bias, activation and residual are applied to complete accumulators, before the single rounding: in the
 kernel (epilogue_loads.py), or in the reduction kernel.
 
-**Several results** are separate arrays, to which subtiles are stored (epilogue_stores.py). With split-K the reduction
+**Several results** are separate arrays, to which subtiles are stored (kernel.py). With split-K the reduction
 kernel slices them.
 
 **Ragged rows.** TMA handles accesses beyond an array's edge at no cost. But Mosaic GPU tiles arrays in device memory by

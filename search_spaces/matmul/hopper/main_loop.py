@@ -30,7 +30,7 @@ class Operand:
     """`a` or `b`, as wgmma sees it.
 
     Attributes:
-      sources: in device memory: one, or one for each factor (factors.py).
+      sources: in device memory: one, or one for each factor (schedule.py).
       batched: whether the sources have a batch axis.
       tile: the layout of one stage of a source.
       smem: the stages in shared memory; the tiles of one step are adjacent.
@@ -290,7 +290,7 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
 
 
 def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) -> jax.Array:
-    """Computes the scaled sums of a work tile, or of the consumer's half; each step is a block of k (scales.py).
+    """Computes the scaled sums of a work tile, or of the consumer's half; each step is a block of k.
 
     While one consumer scales its accumulators, the wgmmas of the other one run.
     """

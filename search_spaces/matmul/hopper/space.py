@@ -355,7 +355,7 @@ def _parts_fit(at_once: Any, tiles: Any, parts: Any) -> Any:
 
 
 def _of_several_results(p: MatmulProblem) -> dict[str, Any]:
-    """Returns the rules for several results: a subtile's first column selects its result (epilogue_stores.py)."""
+    """Returns the rules for several results: a subtile's first column selects its result (kernel.py)."""
     if not p.split_sizes:
         return {}
     return {

@@ -3,7 +3,7 @@
 CTAs, or clusters of CTAs, take tiles in turn: the first of C takes tiles 0, C, 2 C, ... All are busy in each wave but
 the last. If the last wave has few tiles, it ends sooner if several CTAs share each tile along k (`tail_split_k`). CTAs
 0 to R - 1 then have the first part of its R tiles, the next R the second, and so on. The CTA with the last part adds
-the partial sums of the others (tail_reduction.py), which all started before it.
+the partial sums of the others, which all started before it.
 
 Stream-K (Osama et al., arXiv:2301.03598), which cuts the steps of two waves into C ranges of equal length, was
 implemented and was slower. Its CTAs are at C different positions of k, whereas those of a wave read the same columns of
