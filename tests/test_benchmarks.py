@@ -144,6 +144,7 @@ def test_the_rival_can_do_more_than_half_of_the_suite():
     assert len(able) > len(MATMULS) / 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "problem",
     [MatmulProblem(4096, 4096, 4096), MatmulProblem(128, 8192, 8192, dtype="float16"), MatmulProblem(2048, 576, 7168)],
@@ -278,6 +279,7 @@ def test_every_fused_product_is_one_and_our_kernel_takes_it():
     assert {problem.activation for problem in problems} >= {"gelu", "silu"}
 
 
+@pytest.mark.slow
 def test_fused_products_are_rehearsed_by_the_command_and_told_beside_what_is_written(tmp_path):
     options = ["--budget", "2", "--rounds", "2", "--cache", str(tmp_path / "c.db"), "--work", str(tmp_path / "work")]
     fused.main([*options, "--results", str(tmp_path)])

@@ -230,6 +230,7 @@ def test_a_chip_with_one_core_gets_no_cluster():
     assert set(points.cluster) == {"none"}
 
 
+@pytest.mark.slow
 def test_every_rule_drops_what_no_other_rule_drops():
     needed = set()
     more_than_stages_hold = MatmulProblem(777, 1097, 1000, dtype="int8", out_dtype="int32", transpose_b=True)

@@ -19,6 +19,8 @@ from search_spaces.matmul import MATMUL
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 GPUS = [row for row in hardware.TABLE if row.platform == "cuda"]
 PRODUCTS = [
     MatmulProblem(4096, 4096, 4096),

@@ -124,6 +124,7 @@ def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_ne
     assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
 
 
+@pytest.mark.slow
 def test_a_prediction_says_what_the_problem_s_own_record_says():
     records = collections.defaultdict(list)
     for each in shipped().records():
@@ -153,6 +154,7 @@ def test_what_no_longer_holds_is_no_prediction_but_the_neighbours_are():
     assert told.neighbour
 
 
+@pytest.mark.slow
 def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
     records = list(shipped().records(operation="matmul", hardware=H200.id))
     for one in records:

@@ -195,6 +195,7 @@ def test_a_recording_without_a_second_pass_gets_one_from_the_same_command(record
     assert (largest.again, runner.asked, read_again(path)) == (2, asked, second), "it keeps the one that it has"
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):
     path = tmp_path / "paced.jsonl.gz"
     command = ["sweep", PACED_NAME, "n=8", "--out", str(path)]

@@ -22,6 +22,8 @@ from search_spaces.rowwise.hopper.space import RowSchedule, coalescing
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 TARGET = hopper.H200.target
 OPERATIONS = {
     SoftmaxProblem: SOFTMAX,

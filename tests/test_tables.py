@@ -84,6 +84,7 @@ def test_a_winner_whose_trials_were_not_shipped_is_not_said_to_come_of_none():
     assert re.search(r"48 trials \(budget 48, their times not kept beside the record\)", out)
 
 
+@pytest.mark.slow_but_first
 def test_every_other_command_keeps_to_the_width(width, tmp_path):
     outs = [
         run("show", "matmul", *LARGE)[0],
@@ -127,6 +128,7 @@ def test_a_problem_has_one_notation_which_can_be_typed():
     assert failures(check, RECORDS, lambda record: record.key) == []
 
 
+@pytest.mark.slow
 def test_a_problem_is_spelled_alike_in_titles_lists_and_searches():
     text = "m=4096 n=4096 k=4096 dtype=bfloat16"
     for command in (
