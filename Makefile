@@ -1,7 +1,8 @@
-# make demo, make test, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv is enough.
+# make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
+# is enough. `make test` leaves out the tests marked `slow`.
 #
-#   make demo EXTRAS=cuda13                                        the demo on an NVIDIA GPU
-#   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
+#   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
+#   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ DEMO_BUDGET ?= 16
 # Tests run beside each other; on a GPU they would share its memory and disturb each other's times.
 PYTEST_ARGS ?= --numprocesses=auto --dist=worksteal
 # What they compile runs for milliseconds.
-test: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
+test test-all: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
 else
 DEMO ?= m=4096 n=4096 k=4096 dtype=bfloat16
 DEMO_BUDGET ?= 64
@@ -29,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -42,6 +43,9 @@ demo: $(stamp)
 	$(BIN)/tile-scheduler tune matmul $(DEMO) --budget $(DEMO_BUDGET)
 
 test: $(stamp)-test
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(stamp)-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(stamp)-dev

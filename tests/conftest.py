@@ -38,7 +38,14 @@ def pytest_addoption(parser):
     parser.addoption("--share", default="1/1", help="parts of all tests, by their names: 1/3, or 2,3/3 for the others")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(config, items):
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function in seen and item.get_closest_marker("slow_but_first"):
+            item.add_marker("slow")
+        seen.add(function)
     parts, _, count = config.getoption("--share").partition("/")
     numbers = {int(part) - 1 for part in parts.split(",")}
     left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) not in numbers]

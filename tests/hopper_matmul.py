@@ -1,6 +1,7 @@
 """The Hopper matmul as its tests see it: a schedule to start from, problems, and what JAX must have for some."""
 
 import dataclasses
+import functools
 
 import hopper
 import pytest
@@ -58,6 +59,12 @@ FUSED = [
         200, 333, 2000, dtype="float32", transpose_b=True, bias="float32", activation="relu", out_dtype="bfloat16"
     ),
 ]
+
+
+@functools.cache
+def legal(problem):
+    """The legal schedules of the space, as columns."""
+    return KERNEL.space(problem, TARGET).legal()[0]
 
 
 def schedule(**fields):

@@ -12,6 +12,8 @@ from scheduler import tuned, tuned_rms_norm
 from search_spaces import load
 from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
 R = jax.random.normal(jax.random.key(1), (3, 6, 40), jnp.float32)
 W = jax.random.normal(jax.random.key(2), (40,), jnp.float32)
@@ -123,6 +125,7 @@ def test_forward_and_reverse_mode_agree_with_the_plain_formula():
     close(jax.grad(loss(pallas))(X, R, W), jax.grad(loss(plain))(X, R, W), 2e-4)
 
 
+@pytest.mark.slow
 def test_a_hessian_agrees_with_the_plain_formula():
     x, r, w = X[0, :2, :5], R[0, :2, :5], W[:5]
     for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacfwd)):

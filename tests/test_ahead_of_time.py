@@ -22,7 +22,7 @@ from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
-pytestmark = [pytest.mark.one_jax, needs_libtpu]
+pytestmark = [pytest.mark.one_jax, needs_libtpu, pytest.mark.slow]
 
 V5E = find("v5e")
 OWN = f"{Path(__file__).parent / 'tpu_kernels.py'}:PRODUCT"

@@ -127,6 +127,7 @@ def test_gradients_are_tuned_products_with_the_numbers_of_jnp_matmul(jitted):
     assert interpret_calls(gradient, A, B) == 3
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_agree_with_jnp_matmul():
     da, db = normal(3, 40, 24), normal(4, 24, 56)
     for ours, theirs in zip(jax.jvp(pallas, (A, B), (da, db)), jax.jvp(jnp.matmul, (A, B), (da, db)), strict=True):
@@ -216,6 +217,7 @@ shapes = st.lists(st.integers(0, 3), min_size=0, max_size=4).map(tuple)
 dtypes = st.sampled_from(["float32", "float32", "bfloat16", "int32", "bool", "complex64"])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(shapes, shapes, dtypes, dtypes)
 def test_any_operands_give_what_jnp_matmul_gives_or_raise_what_it_raises(a_shape, b_shape, a_dtype, b_dtype):

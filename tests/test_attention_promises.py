@@ -24,6 +24,8 @@ from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.kernel import Library
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.slow
+
 interpreted_only = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
 LENGTHS = {"q_lengths": True, "kv_lengths": True}
 MASKS = {

@@ -42,6 +42,8 @@ from scheduler.store.store import Store
 from search_spaces import DeclarationError, Footprint, Operand, Phase, load, locate
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 
+pytestmark = pytest.mark.slow_but_first
+
 ROOT = Path(__file__).parents[1]
 OWN = (ROOT / "examples" / "autotuned_kernel.py").read_text()
 H200 = hardware.find("NVIDIA H200")
@@ -426,6 +428,7 @@ def test_a_call_is_lowered_for_another_chip_by_what_it_is_told_of_it():
     assert requested_onchip_bytes(lowered) == 64 * 1024 + 8
 
 
+@pytest.mark.slow
 @needs_gpu_interpreter
 def test_a_mosaic_gpu_kernel_is_rehearsed_on_a_cpu():
     record = scheduler.tune(doubled, {"x": "float32[128,32]"}, budget=4)

@@ -24,6 +24,8 @@ from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase,
 from search_spaces.jax_compat import writing_over
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 LENGTH = 64
 
 

@@ -26,6 +26,8 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, load
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 RIGHT = (ROOT / "examples" / "own_kernel.py").read_text()
 BODY = "jax.nn.gelu(x_ref[...] + bias_ref[...])"

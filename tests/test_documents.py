@@ -49,6 +49,7 @@ def run(*arguments):
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_the_ten_lines_of_the_readme_run_and_are_ten():
     code = python(README)
     assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 10

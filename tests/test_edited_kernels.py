@@ -44,6 +44,8 @@ import contextlib, contextvars, dataclasses, enum, functools, operator, os, type
 import jax, jax.numpy as jnp, numpy as np
 import scheduler
 from jax.experimental import pallas as pl
+
+pytestmark = pytest.mark.slow_but_first
 """
 
 
@@ -329,6 +331,7 @@ print(kern.k(x, on_miss="error").shape)
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_on_what_is_an_edit_whatever_their_hashes(tmp_path):
     before, after = both("return x * S if 'a' in {'a', 'b', ('c', 1)} else x", "S = {{2.0|3.0}}")
 

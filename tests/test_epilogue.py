@@ -20,6 +20,8 @@ from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter, plgpu
 from search_spaces.matmul import MATMUL, MatmulProblem, epilogue
 from search_spaces.matmul.interpret import InterpretSchedule
 
+pytestmark = pytest.mark.slow_but_first
+
 CPU = Target("cpu", "cpu", "cpu", 1)
 INTERPRET = MATMUL.kernel("interpret")
 THEIRS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}

@@ -15,6 +15,8 @@ import pytest
 import scheduler
 from scheduler.functions import in_context
 
+pytestmark = pytest.mark.slow
+
 TUNED = {"backends": "interpret", "keep": "tuned"}
 WIDTH = 4
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

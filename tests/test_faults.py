@@ -19,7 +19,7 @@ from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
-pytestmark = pytest.mark.one_jax
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 # Each of these costs the start of a process or two.
 CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", "forgetful", "vandal", "quitting", *RIGHT)

@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "device"))
 from faulty_kernels import DOUBLE, DoubleProblem, DoubleSchedule
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("behave", ["right", "out_of_bounds", "endless", "skips_a_tile"])
 def test_a_kernel_that_breaks_a_gpu_lowers_for_cuda(behave):

@@ -21,6 +21,8 @@ from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.problem import as_tuple
 
+pytestmark = pytest.mark.slow_but_first
+
 CPU = Target("cpu", "cpu", "cpu", 1)
 H200 = hardware.find("NVIDIA H200").target
 SMALL = {"batch": 2, "q_len": 21, "kv_len": 27, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -76,6 +78,7 @@ def agrees(operation, kernel, problem, schedule):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_the_programs_of_xla_agree_with_the_formula(fields):
     for operation, problem in problems(fields):
@@ -84,6 +87,7 @@ def test_the_programs_of_xla_agree_with_the_formula(fields):
             agrees(operation, operation.library, problem, Library(str(program)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", CASES[1:6], ids=str)
 def test_some_queries_at_a_time_are_all_queries(fields, monkeypatch):
     monkeypatch.setattr(xla, "MOST_LOGITS", 1000)

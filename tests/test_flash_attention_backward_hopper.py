@@ -17,6 +17,8 @@ from search_spaces.flash_attention_backward.problem import FlashAttentionBackwar
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.space import Columns
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL = MosaicGpuFlashAttentionBackward()
 SCHEDULE = FlashAttentionBackwardSchedule(64, 2, 2, 2, True, 1)
 PROBLEM = FlashAttentionBackwardProblem(batch=1, q_len=128, kv_len=128, heads=1, kv_heads=1, head_dim=64)

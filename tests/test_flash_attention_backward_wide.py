@@ -15,6 +15,8 @@ from search_spaces.flash_attention_backward.problem import FlashAttentionBackwar
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.space import Columns
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL = MosaicGpuFlashAttentionBackward()
 SCHEDULE = FlashAttentionBackwardSchedule(64, 2, 1, 2, True, 1, block_kv=64)
 PLAIN = dataclasses.replace(SCHEDULE, overlap=False)

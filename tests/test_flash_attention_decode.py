@@ -16,6 +16,8 @@ from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE, gpu_interpreter
 from search_spaces.problem import as_tuple
 
+pytestmark = pytest.mark.slow_but_first
+
 TARGET = hopper.H200.target
 LLAMA = FlashAttentionProblem(1, 1, 8192, 32, 8, 128)
 

@@ -17,6 +17,8 @@ from search_spaces.flash_attention.hopper.schedule import TileOrder, Tiling, ste
 from search_spaces.flash_attention.problem import FlashAttentionProblem as Problem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE, gpu_interpreter
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL, TARGET = MosaicGpuFlashAttention(), hopper.H200.target
 SCHEDULE = FlashAttentionSchedule(
     consumers=1,

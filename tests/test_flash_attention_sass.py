@@ -54,7 +54,7 @@ CASES = {  # name: head_dim, fields of the problem, fields of the schedule
 
 
 NVDISASM = machine_code.tool("nvdisasm")
-pytestmark = machine_code.needed(*(() if NVDISASM else ("nvdisasm (nvidia-cuda-nvdisasm)",)))
+pytestmark = [machine_code.needed(*(() if NVDISASM else ("nvdisasm (nvidia-cuda-nvdisasm)",))), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

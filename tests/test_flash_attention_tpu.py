@@ -24,6 +24,8 @@ from search_spaces.flash_attention.tpu.space import Rows
 from search_spaces.space import Columns
 from tests.static_profiles import compiled, needs_libtpu
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL = MosaicTpuFlashAttention()
 V6E = find("v6e")
 # Small ones of each kind: ragged, grouped, of few queries, with bounds of all sorts, with rows that see nothing.

@@ -21,6 +21,8 @@ import scheduler
 from scheduler.functions import in_context, optimize
 from scheduler.functions.pure import pure_call
 
+pytestmark = pytest.mark.slow
+
 TUNED = {"backends": "interpret", "keep": "tuned"}
 WIDTH = 4
 

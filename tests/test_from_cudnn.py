@@ -15,6 +15,8 @@ from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.operation import MatchedEquation
 
+pytestmark = pytest.mark.slow_but_first
+
 BINDING = "jax._src.cudnn.fused_attention_stablehlo"
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
 attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")

@@ -14,6 +14,8 @@ from search_spaces.matmul import MATMUL
 from search_spaces.matmul.front_end import problem_of_dot_general
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.slow
+
 ANY = Target("any", "any", "any", 1)
 
 

@@ -16,6 +16,8 @@ from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.kernel import Library
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.slow_but_first
+
 CPU = Target("cpu", "cpu", "cpu", 1)
 M, N, K = 24, 20, 48
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}

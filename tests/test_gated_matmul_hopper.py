@@ -14,6 +14,8 @@ from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE
 from search_spaces.matmul.hopper.schedule import PING_PONG
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL = GATED_MATMUL.kernel("mosaic_gpu")
 TARGET = hopper.H200.target
 PROBLEMS = [

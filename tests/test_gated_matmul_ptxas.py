@@ -9,7 +9,7 @@ import sys
 import machine_code
 import pytest
 
-pytestmark = machine_code.needed()
+pytestmark = [machine_code.needed(), pytest.mark.slow]
 
 CASES = {  # name: the problem, and fields of the schedule that differ from the model's first choice
     "4096 rows": ({"m": 4096}, {}),

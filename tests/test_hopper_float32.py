@@ -23,6 +23,8 @@ from search_spaces.matmul.hopper.launch import k_last, split_bf16_3x, sum_of_par
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
+pytestmark = pytest.mark.slow_but_first
+
 THREE = MATMUL.kernel("mosaic_gpu_bf16_3x")
 LAYOUTS = [{"transpose_a": a, "transpose_b": b} for a in (False, True) for b in (False, True)]
 HIGH = MatmulProblem(64, 48, 40, dtype="float32", precision="high")

@@ -12,6 +12,8 @@ from hopper_matmul import FUSED, KERNEL, LARGE, SMALL, TARGET, footprint, interp
 from search_spaces import Columns, Target
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 
 def sample(problem, count, seed):
     """Points of the legal space: those whose memory the chip has, and those that want more; half of them plain."""

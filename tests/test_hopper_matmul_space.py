@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footprint
+from failures import failures
+from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footprint, legal
 
 from scheduler.measure import replay
 from search_spaces.jax_compat import plgpu
@@ -29,39 +30,45 @@ FIRST_FIELDS = (
 SWEEPS = Path(__file__).parent.parent / "sweeps" / "nvidia-h200"
 
 
-@pytest.mark.parametrize("problem", LARGE + FUSED[:1], ids=str)
-def test_the_legal_space_of_a_large_problem_is_some_thousands(problem):
-    assert 1000 <= len(KERNEL.space(problem, TARGET).legal()[0]) <= 5000
+def test_the_legal_space_of_a_large_problem_is_some_thousands():
+    def check(problem):
+        assert 1000 <= len(legal(problem)) <= 5000
+
+    assert failures(check, LARGE + FUSED[:1]) == []
 
 
-@pytest.mark.parametrize("problem", LARGE + SMALL + FUSED, ids=str)
-def test_every_problem_has_a_schedule_that_fits(problem):
-    found = footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
-    assert np.any(fits(found))
+def test_every_problem_has_a_schedule_that_fits():
+    def check(problem):
+        found = footprint(problem, legal(problem))
+        assert np.any(fits(found))
+
+    assert failures(check, LARGE + SMALL + FUSED) == []
 
 
 @pytest.mark.parametrize(("added", "most"), [({}, 5), ({"bias": "bfloat16"}, 5), ({"residual": "bfloat16"}, 4)])
 def test_ping_pong_of_the_largest_tiles_has_a_fifth_stage_where_no_residual_arrives(added, most):
     problem = MatmulProblem(16384, 16384, 512, **added)
-    points, _ = KERNEL.space(problem, TARGET).legal()
+    points = legal(problem)
     largest = (points.consumers == "ordered_ping_pong") & (points.tile_m * points.tile_n == 128 * 192)
     largest &= (points.tile_k == 64) & np.logical_not(points.swap_ab)
     assert points.stages[largest & fits(footprint(problem, points))].max() == most
 
 
-@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
-def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
-    points, _ = KERNEL.space(problem, TARGET).legal()
-    along_m = np.where(points.consumers == "cooperative_m", points.tile_m // 2, points.tile_m)
-    along_n = np.where(points.consumers == "cooperative_n", points.tile_n // 2, points.tile_n)
-    rows, columns = np.where(points.swap_ab, [along_n, along_m], [along_m, along_n])
-    assert np.all(rows % 64 == 0)
-    assert np.all((columns % 8 == 0) & (columns <= 256))
-    shared = points.cluster == "split_k"
-    assert np.all((columns % 16 == 0) | ~shared)
-    own = np.where(shared & ~points.swap_ab, along_n // 2, along_n)
-    assert np.all(own % points.epi_tile_n == 0), "a subtile that does not divide its tile loses columns silently"
-    assert np.all(~points.swap_ab | (points.tile_m >= problem.m) | (problem.m > 64))
+def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies():
+    def check(problem):
+        points = legal(problem)
+        along_m = np.where(points.consumers == "cooperative_m", points.tile_m // 2, points.tile_m)
+        along_n = np.where(points.consumers == "cooperative_n", points.tile_n // 2, points.tile_n)
+        rows, columns = np.where(points.swap_ab, [along_n, along_m], [along_m, along_n])
+        assert np.all(rows % 64 == 0)
+        assert np.all((columns % 8 == 0) & (columns <= 256))
+        shared = points.cluster == "split_k"
+        assert np.all((columns % 16 == 0) | ~shared)
+        own = np.where(shared & ~points.swap_ab, along_n // 2, along_n)
+        assert np.all(own % points.epi_tile_n == 0), "a subtile that does not divide its tile loses columns silently"
+        assert np.all(~points.swap_ab | (points.tile_m >= problem.m) | (problem.m > 64))
+
+    assert failures(check, LARGE + SMALL) == []
 
 
 @pytest.mark.parametrize("grid_minor_dim", ["m", "n"])
@@ -91,21 +98,21 @@ def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
     assert space.encode(dataclasses.asdict(BASE)) == stored
 
 
-@pytest.mark.parametrize(
-    "recording", sorted(SWEEPS.glob("matmul-*.jsonl.gz")), ids=lambda path: path.name.split(".")[0]
-)
-def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_it_is_read(recording):
-    sweep, trials = replay.read(recording)
-    space = KERNEL.space(MatmulProblem.from_canonical(sweep.problem), TARGET)
-    today = {frozenset(space.encode(dataclasses.asdict(one)).items()) for one in space.schedules(space.legal()[0])}
-    swept = {frozenset(trial.schedule.items()) for trial in trials if trial.backend == KERNEL.backend}
-    assert len(swept) > 40
-    assert swept <= today
+def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_it_is_read():
+    def check(recording):
+        sweep, trials = replay.read(recording)
+        space = KERNEL.space(MatmulProblem.from_canonical(sweep.problem), TARGET)
+        today = {frozenset(space.encode(dataclasses.asdict(one)).items()) for one in space.schedules(space.legal()[0])}
+        swept = {frozenset(trial.schedule.items()) for trial in trials if trial.backend == KERNEL.backend}
+        assert len(swept) > 40
+        assert swept <= today
+
+    assert failures(check, sorted(SWEEPS.glob("matmul-*.jsonl.gz")), lambda path: path.name) == []
 
 
 def test_few_rows_take_swap_ab_and_only_where_it_pays_is_k_split():
     def fields(problem):
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         return set(points.swap_ab.tolist()), max(points.split_k), set(points.consumers.tolist())
 
     assert fields(MatmulProblem(65, 8192, 8192, transpose_a=True))[0] == {False}
@@ -130,7 +137,7 @@ def test_few_rows_take_swap_ab_and_only_where_it_pays_is_k_split():
     ids=str,
 )
 def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_powers_of_two(problem, wanted):
-    points, _ = KERNEL.space(problem, TARGET).legal()
+    points = legal(problem)
     # Ping-pong in order has tiles of its own, whatever the waves.
     points = points.take(fits(footprint(problem, points)) & (points.consumers != "ordered_ping_pong"))
     area = points.tile_m * points.tile_n
@@ -149,7 +156,7 @@ def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_power
 
 def test_clusters_split_k_where_sms_idle_and_the_stages_hold_the_accumulators():
     for problem in LARGE + SMALL + FUSED:
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         shared = points.take(points.cluster == "split_k")
         found = footprint(problem, shared)
         tiles = problem.batch * -(-problem.m // shared.tile_m) * -(-problem.n // shared.tile_n)
@@ -157,13 +164,13 @@ def test_clusters_split_k_where_sms_idle_and_the_stages_hold_the_accumulators():
         assert np.all(shared.split_k == 1)
         a, b = (operand.filled_bytes for operand in found.step.loads)
         assert np.all(shared.stages * np.maximum(a, b) >= found.dsmem_bytes)
-    assert set(KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET).legal()[0].cluster) == {"none", "m", "n"}
+    assert set(legal(MatmulProblem(4096, 4096, 4096)).cluster) == {"none", "m", "n"}
 
 
 def test_a_last_wave_is_split_where_all_parts_have_sms_and_as_many_as_these_take():
     found = set()
     for problem in (*LARGE, *SMALL, MatmulProblem(5000, 3000, 7000), MatmulProblem(1736, 5512, 7464)):
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         points = points.take(points.tail_split_k > 1)
         pair = 1 + np.isin(points.cluster, ("m", "n"))
         rows, columns = ((points.cluster == axis) + 1 for axis in "mn")
@@ -182,7 +189,7 @@ def test_a_last_wave_is_split_where_all_parts_have_sms_and_as_many_as_these_take
 
 def test_ping_pong_is_for_ctas_with_several_tiles_and_may_wait_for_each_step_only_where_untiled():
     for problem in LARGE + SMALL + FUSED:
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         found = footprint(problem, points)
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
         ping_pong = np.isin(points.consumers, PING_PONG)
@@ -197,7 +204,7 @@ def test_ping_pong_is_for_ctas_with_several_tiles_and_may_wait_for_each_step_onl
 
 def test_consumers_in_order_have_the_tiles_that_one_consumer_holds_but_none_whose_rows_load_at_half_speed():
     def tiles(problem):
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         points = points.take(fits(footprint(problem, points)) & (points.consumers == "ordered_ping_pong"))
         assert np.all(points.tile_m * points.tile_n <= 128 * 192)
         return set(zip(points.tile_m.tolist(), points.tile_n.tolist(), points.swap_ab.tolist(), strict=True))
@@ -213,7 +220,7 @@ def test_consumers_in_order_have_the_tiles_that_one_consumer_holds_but_none_whos
 def test_the_model_alone_takes_only_what_a_device_has_checked():
     elsewhere = dataclasses.replace(TARGET, architecture="sm_100")
     for problem in LARGE + SMALL + FUSED:
-        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = legal(problem)
         assert np.all(KERNEL.verified(problem, points, TARGET))
         assert not np.any(KERNEL.verified(problem, points, elsewhere))
 
@@ -223,6 +230,7 @@ def test_a_chip_with_one_core_gets_no_cluster():
     assert set(points.cluster) == {"none"}
 
 
+@pytest.mark.slow
 def test_every_rule_drops_what_no_other_rule_drops():
     needed = set()
     more_than_stages_hold = MatmulProblem(777, 1097, 1000, dtype="int8", out_dtype="int32", transpose_b=True)

@@ -11,6 +11,8 @@ from scheduler.model.pruning import prune
 from search_spaces import Columns
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 # Queries, keys and values of Llama-3-8B.
 QKV = [MatmulProblem(m, 6144, 4096, split_sizes="4096+1024+1024") for m in (1, 16, 64, 256, 4096)]
 OTHERS = [

@@ -23,6 +23,8 @@ from scheduler.store.database import Database
 from scheduler.store.store import Store
 from search_spaces.softmax import SOFTMAX
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

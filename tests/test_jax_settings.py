@@ -27,6 +27,8 @@ from scheduler import (
 )
 from search_spaces.matmul import MatmulProblem
 
+pytestmark = pytest.mark.slow
+
 
 def array(*shape, dtype="float32"):
     values = np.random.default_rng(sum(shape)).standard_normal(shape)

@@ -169,6 +169,7 @@ def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
     assert result.library is not None
 
 
+@pytest.mark.slow
 def test_the_example_job_runs(runner):
     store = Store(":memory:")
     results = list(jobs.run(parse(EXAMPLE.read_text()), store=store, runner=runner))

@@ -15,6 +15,8 @@ from search_spaces.matmul import MatmulProblem
 from search_spaces.rms_norm import RmsNormProblem
 from search_spaces.scaled_matmul import ScaledMatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 HALF = 2**15
 SEQUENCES = {"batch": 2**11, "q_len": 2**10, "kv_len": 2**10, "heads": 8, "kv_heads": 8}
 # One array of each has 2^31 elements: an operand, a result, a batch of either.

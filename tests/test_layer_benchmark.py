@@ -15,6 +15,8 @@ import layer
 import whole_functions
 from layer_models import CASES, REHEARSED, Jnp, Tuned
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("case", REHEARSED, ids=lambda case: case.name)
 def test_a_model_computes_the_same_on_both_sorts_of_operations(case):

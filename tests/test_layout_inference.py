@@ -16,6 +16,8 @@ from scheduler.model.pruning import prune
 from search_spaces import jax_compat, load
 from search_spaces.lowering_compat import infer_layouts_sooner
 
+pytestmark = pytest.mark.slow
+
 inference = importlib.import_module("jax.experimental.mosaic.gpu.layout_inference")
 own, asks = inference.ValueSite.__str__, jax_compat.JAX_VERSION[:2] == (0, 11)
 infer_layouts_sooner()

@@ -9,7 +9,7 @@ import sys
 import machine_code
 import pytest
 
-pytestmark = machine_code.needed()
+pytestmark = [machine_code.needed(), pytest.mark.slow]
 
 ORDERED = {"consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64, "epi_tile_n": 64, "delay_release": 1}
 PLAIN = {"swap_ab": False, "cluster": "none", "split_k": 1, "tail_split_k": 1}

@@ -29,6 +29,8 @@ from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
 from tests.static_profiles import compiled, needs_libtpu
 
+pytestmark = pytest.mark.slow_but_first
+
 OPERATIONS = {"matmul": MATMUL, "gated_matmul": GATED_MATMUL}
 V6E, TPU7X = find("v6e"), find("tpu7x")
 EXTENTS = ((1, 3, 16, 40), (128, 200, 256), (300, 384, 512))
@@ -108,6 +110,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_choice_of_the_space_is_right_at_least_once(name):
     operation, problem = OPERATIONS[name], LARGE[name]

@@ -27,6 +27,8 @@ from search_spaces.problem import Problem, nbytes
 from search_spaces.rms_norm import RmsNormProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
+pytestmark = pytest.mark.slow
+
 H200 = find("NVIDIA H200")
 QWEN = MatmulProblem(8192, 152064, 1024)
 

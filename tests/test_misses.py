@@ -33,6 +33,8 @@ from scheduler.store.misses import KEPT, MOST
 from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 A = jnp.ones((8, 8))
 P8 = MatmulProblem(8, 8, 8, dtype="float32").canonical()

@@ -1,10 +1,12 @@
 """The matmul by warp-level MMA on a CPU: what it supports, its space, and small products interpreted."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
+from failures import failures
 from mma_matmul import A40, A100, BASE, CASES, H200, KERNEL, L40S, case, check, needs_mma
 
 from scheduler.core import hardware
@@ -17,6 +19,9 @@ from search_spaces.matmul import MATMUL
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
+GPUS = [row for row in hardware.TABLE if row.platform == "cuda"]
 PRODUCTS = [
     MatmulProblem(4096, 4096, 4096),
     MatmulProblem(1, 1, 1),
@@ -69,18 +74,22 @@ def test_an_older_jax_is_named():
 
 
 @needs_mma
-@pytest.mark.parametrize("chip", [row for row in hardware.TABLE if row.platform == "cuda"], ids=lambda chip: chip.kind)
-@pytest.mark.parametrize("problem", PRODUCTS, ids=str)
-def test_every_problem_has_schedules_that_fit_and_no_term_of_wgmma_or_tma(problem, chip):
-    if KERNEL.supports(problem, chip.target):
-        assert chip.architecture == "sm_90"
-        return
-    candidates = prune(KERNEL, problem, chip, CostModel(chip)).candidates()
-    assert candidates
-    points, _ = KERNEL.space(problem, chip.target).legal()
-    terms = CostModel(chip).terms(KERNEL.footprint(problem, points, chip.target))
-    assert not any(np.any(terms[name]) for name in ("wgmma_bubble", "tma_rows", "oob_fill", "cluster_sync", "dsmem"))
-    assert np.all(terms["mma"] > 0)
+def test_every_problem_has_schedules_that_fit_and_no_term_of_wgmma_or_tma():
+    def check(item):
+        problem, chip = item
+        if KERNEL.supports(problem, chip.target):
+            assert chip.architecture == "sm_90"
+            return
+        candidates = prune(KERNEL, problem, chip, CostModel(chip)).candidates()
+        assert candidates
+        points, _ = KERNEL.space(problem, chip.target).legal()
+        terms = CostModel(chip).terms(KERNEL.footprint(problem, points, chip.target))
+        assert not any(
+            np.any(terms[name]) for name in ("wgmma_bubble", "tma_rows", "oob_fill", "cluster_sync", "dsmem")
+        )
+        assert np.all(terms["mma"] > 0)
+
+    assert failures(check, itertools.product(PRODUCTS, GPUS), lambda item: f"{item[0]} on {item[1].kind}") == []
 
 
 @needs_mma

@@ -18,6 +18,7 @@ from search_spaces.jax_compat import HAS_MMA
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 pytestmark = [
+    pytest.mark.slow,
     machine_code.needed(),
     pytest.mark.skipif(not HAS_MMA, reason="Mosaic GPU compiles for these chips from jax 0.11.2 on"),
 ]

@@ -18,6 +18,8 @@ from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
 
+pytestmark = pytest.mark.slow
+
 ON_CPU = {"backends": "interpret", "keep": "tuned"}
 
 

@@ -9,6 +9,8 @@ from test_plans import PROBLEM, A, B, plan_of
 import scheduler
 from scheduler.functions.trial import PLANNED, SEVERAL_PROCESSES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):

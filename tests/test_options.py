@@ -15,6 +15,8 @@ from scheduler import (
     tuned_softmax,
 )
 
+pytestmark = pytest.mark.slow_but_first
+
 A, B, X = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(4, 8), (8, 6), (3, 4, 8)]))
 Q, K = jax.random.normal(jax.random.key(3), (2, 6, 4, 8)), jax.random.normal(jax.random.key(4), (2, 6, 2, 8))
 WEIGHT = jnp.ones(8, jnp.float32)

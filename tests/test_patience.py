@@ -29,6 +29,8 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PACED = Operation("paced", DoubleProblem, (Paced(), DoubleLibrary()))
 COUNTS = {"backends": frozenset({"interpret"}), "calls": 6, "finalists": 4, "calls_of_finalist": 34}

@@ -293,6 +293,7 @@ ALONE = """
 """
 
 
+@pytest.mark.slow
 def test_a_deployment_needs_the_plan_and_nothing_more(tmp_path):
     plan_of().save(tmp_path / "step.plan.json")
     home = tmp_path / "home"
@@ -323,6 +324,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second_plan", "says"),
     [

@@ -32,6 +32,7 @@ def _no_answers(_own_cache):
     scheduler.reload()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("search", "problem"),
     [

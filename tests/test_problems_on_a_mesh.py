@@ -20,6 +20,8 @@ from scheduler.functions.problems import to_json
 from scheduler.store import misses
 from scheduler.store.store import Store, default_url
 
+pytestmark = pytest.mark.slow
+
 AUTO = (AxisType.Auto,) * 2
 MESHES = {
     "devices": jax.make_mesh((2, 4), ("data", "model"), axis_types=AUTO),

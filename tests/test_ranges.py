@@ -37,7 +37,7 @@ from scheduler.store.store import Store, build_shipped, default_url
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 OWN = f"{HERE / 'stepped.py'}:STEPPED"

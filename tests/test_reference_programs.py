@@ -23,6 +23,8 @@ from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
 
 

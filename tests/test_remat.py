@@ -14,6 +14,8 @@ from scheduler import tuned, tuned_matmul, tuned_softmax
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL
 
+pytestmark = pytest.mark.slow_but_first
+
 policies = jax.checkpoint_policies
 POLICIES = {
     "none": None,

@@ -14,6 +14,7 @@ from pathlib import Path
 import invented
 import pytest
 import strategies
+from failures import failures
 from hypothesis import given
 from operations import DOUBLE, Double, DoubleLibrary, DoubleProblem
 from paced import PACED
@@ -194,6 +195,7 @@ def test_a_recording_without_a_second_pass_gets_one_from_the_same_command(record
     assert (largest.again, runner.asked, read_again(path)) == (2, asked, second), "it keeps the one that it has"
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):
     path = tmp_path / "paced.jsonl.gz"
     command = ["sweep", PACED_NAME, "n=8", "--out", str(path)]
@@ -291,15 +293,17 @@ def test_a_recording_of_another_chip_is_searched_where_there_is_none(tmp_path):
     assert record.winner.measurement.median_s == min(trial.outcome.median_s for trial in trials)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*/*.jsonl.gz")), ids=lambda path: path.name)
-def test_a_kept_sweep_is_whole_and_searched(path):
-    replay = Replay(path)
-    head, trials = read(path)
-    assert len(trials) == (head.legal if head.sample is None else head.sample + 1)
-    operation = load(head.operation)
-    record = tune(operation, operation.problem.from_canonical(head.problem), budget=12, runner=replay)
-    assert record.tried == 12 or re.fullmatch(r"all \d+ candidates were tried", record.stopped)
-    assert record.environment == head.environment
+def test_a_kept_sweep_is_whole_and_searched():
+    def check(path):
+        replay = Replay(path)
+        head, trials = read(path)
+        assert len(trials) == (head.legal if head.sample is None else head.sample + 1)
+        operation = load(head.operation)
+        record = tune(operation, operation.problem.from_canonical(head.problem), budget=12, runner=replay)
+        assert record.tried == 12 or re.fullmatch(r"all \d+ candidates were tried", record.stopped)
+        assert record.environment == head.environment
+
+    assert failures(check, sorted((ROOT / "sweeps").glob("*/*.jsonl.gz")), lambda path: path.name) == []
 
 
 def test_a_search_ends_where_nothing_more_is_to_be_found_and_its_record_says_so(tmp_path):

@@ -61,6 +61,7 @@ def choices(trials):
     return [(trial.backend, *sorted(trial.schedule.items())) for trial in trials]
 
 
+@pytest.mark.slow
 def test_a_killed_search_is_finished_by_the_same_command_which_times_nothing_twice(tmp_path):
     store = Store(tmp_path / "cache.db")
     process = subprocess.Popen(

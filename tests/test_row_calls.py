@@ -13,6 +13,8 @@ from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
 from search_spaces import load
 from search_spaces.rms_norm import RmsNormProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (40,), jnp.float32)
 

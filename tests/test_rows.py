@@ -1,6 +1,7 @@
 """The row-wise kernels for Hopper on a CPU: lowered for CUDA, their SMEM compared, small rows interpreted."""
 
 import dataclasses
+import functools
 import random
 
 import hopper
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from failures import failures
 
 from search_spaces import Columns, Target
 from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
@@ -19,6 +21,8 @@ from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.space import RowSchedule, coalescing
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+
+pytestmark = pytest.mark.slow_but_first
 
 TARGET = hopper.H200.target
 OPERATIONS = {
@@ -53,8 +57,18 @@ def kernel_of(problem):
     return OPERATIONS[type(problem)].kernel("mosaic_gpu")
 
 
+def named(problem):
+    return f"{type(problem).__name__}({problem})"
+
+
 def space(problem):
     return kernel_of(problem).space(problem, TARGET)
+
+
+@functools.cache
+def legal(problem):
+    """The legal schedules of the space, as columns."""
+    return space(problem).legal()[0]
 
 
 def footprint(problem, schedules):
@@ -84,14 +98,14 @@ def fits(found):
 
 def sample(problem, count):
     """Legal schedules, whether or not they fit on the chip; none with so many accesses that lowering drags."""
-    points, _ = space(problem).legal()
+    points = legal(problem)
     found = footprint(problem, points)
     quick = np.flatnonzero((found.registers <= 80) | (found.steps > 1))
     chosen = random.Random(str(problem)).sample(list(quick), min(count, len(quick)))
     return list(space(problem).schedules(points.take(sorted(chosen))))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
+@pytest.mark.parametrize("problem", PROBLEMS, ids=named)
 def test_smem_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
     kernel = kernel_of(problem)
     for one in sample(problem, 1):
@@ -303,48 +317,54 @@ def test_rows_are_dealt_to_as_few_persistent_ctas_as_take_as_many_waves():
     assert [ctas(4, 992), ctas(8, 992)] == [32, 16], "four cores are left over where clusters are larger"
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
-def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of_its_accesses(problem):
-    points, _ = space(problem).legal()
-    found = footprint(problem, points)
-    assert np.all(found.access_bytes <= 16)
-    if isinstance(problem, SiluAndMulProblem):
-        assert np.all(problem.columns % points.vector == 0)
-        assert np.all(32 * points.warps * points.vector * points.accesses <= problem.columns)
-        assert np.all(np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows)
-        return
-    in_chunks = points.residency != "registers"
-    assert np.all(in_chunks | (32 * points.warps * points.vector <= problem.columns))
-    assert np.all(in_chunks | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
-    with_ends = in_chunks & (problem.columns % (32 * points.vector) != 0)
-    assert np.all(with_ends | (problem.columns % points.vector == 0))
-    assert np.all(~with_ends | (points.vector * problem.itemsize == 16)), "lines start at multiples of 16 bytes"
-    assert np.all(
-        ~in_chunks | (points.cluster * points.warps * points.accesses * 32 * points.vector <= problem.columns)
-    )
-    assert np.all(~in_chunks | (32 * points.vector * problem.itemsize % 16 == 0)), (
-        "bulk copies move multiples of 16 bytes"
-    )
-    assert np.all(points.stages <= 32), "Mosaic GPU has groups of up to 32 barriers"
+def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of_its_accesses():
+    def check(problem):
+        points = legal(problem)
+        found = footprint(problem, points)
+        assert np.all(found.access_bytes <= 16)
+        if isinstance(problem, SiluAndMulProblem):
+            assert np.all(problem.columns % points.vector == 0)
+            assert np.all(32 * points.warps * points.vector * points.accesses <= problem.columns)
+            assert np.all(np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows)
+            return
+        in_chunks = points.residency != "registers"
+        assert np.all(in_chunks | (32 * points.warps * points.vector <= problem.columns))
+        assert np.all(in_chunks | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
+        with_ends = in_chunks & (problem.columns % (32 * points.vector) != 0)
+        assert np.all(with_ends | (problem.columns % points.vector == 0))
+        assert np.all(~with_ends | (points.vector * problem.itemsize == 16)), "lines start at multiples of 16 bytes"
+        assert np.all(
+            ~in_chunks | (points.cluster * points.warps * points.accesses * 32 * points.vector <= problem.columns)
+        )
+        assert np.all(~in_chunks | (32 * points.vector * problem.itemsize % 16 == 0)), (
+            "bulk copies move multiples of 16 bytes"
+        )
+        assert np.all(points.stages <= 32), "Mosaic GPU has groups of up to 32 barriers"
+
+    assert failures(check, PROBLEMS, named) == []
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
-def test_a_footprint_accounts_for_every_byte_once(problem):
-    points, _ = space(problem).legal()
-    found = footprint(problem, points)
-    blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
-    np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, problem.results())))
-    for name, x in zip(problem.row_operands, problem.operands(), strict=False):
-        (load,) = [load for load in found.step.loads if load.name == name]
-        np.testing.assert_allclose(load.bytes * found.steps * blocks / nbytes(x), 1)
-    assert np.all(found.step.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
+def test_a_footprint_accounts_for_every_byte_once():
+    def check(problem):
+        points = legal(problem)
+        found = footprint(problem, points)
+        blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
+        np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, problem.results())))
+        for name, x in zip(problem.row_operands, problem.operands(), strict=False):
+            (load,) = [load for load in found.step.loads if load.name == name]
+            np.testing.assert_allclose(load.bytes * found.steps * blocks / nbytes(x), 1)
+        assert np.all(found.step.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
+
+    assert failures(check, PROBLEMS, named) == []
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
-def test_every_problem_has_a_schedule_that_fits_in_a_space_of_some_tens(problem):
-    found = footprint(problem, space(problem).legal()[0])
-    assert np.any(fits(found))
-    assert len(space(problem).legal()[0]) <= 60
+def test_every_problem_has_a_schedule_that_fits_in_a_space_of_some_tens():
+    def check(problem):
+        found = footprint(problem, legal(problem))
+        assert np.any(fits(found))
+        assert len(legal(problem)) <= 60
+
+    assert failures(check, PROBLEMS, named) == []
 
 
 @pytest.mark.parametrize("kind", [SoftmaxProblem, RmsNormProblem, AddRmsNormProblem])
@@ -355,7 +375,7 @@ def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fit
         problem = kind(64, columns, dtype)
         if problem.row_bytes > 8 * 200 * 1024:
             continue
-        assert np.any(fits(footprint(problem, space(problem).legal()[0]))), problem
+        assert np.any(fits(footprint(problem, legal(problem)))), problem
 
 
 OF_RESIDENCY = {
@@ -395,7 +415,7 @@ def test_a_schedule_with_a_field_of_another_residency_is_told_which(schedule, fi
     "problem", [SoftmaxProblem(4096, 16384), SoftmaxProblem(512, 50257), RmsNormProblem(512, 50257)]
 )
 def test_a_schedule_demands_the_same_alone_and_among_those_of_other_residencies(problem):
-    points, _ = space(problem).legal()
+    points = legal(problem)
     assert len(set(points.residency)) == 2
     together = footprint(problem, points)
     for index in range(len(points)):

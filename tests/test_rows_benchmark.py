@@ -14,7 +14,7 @@ from search_spaces.problem import as_tuple
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import rows as benchmark
 
-pytestmark = pytest.mark.one_jax
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 H200 = hardware.find("NVIDIA H200")

@@ -15,7 +15,7 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import Columns, load
 
-pytestmark = machine_code.needed()
+pytestmark = [machine_code.needed(), pytest.mark.slow]
 KERNEL = "mosaic_gpu"
 # The top predictions, of a decoding batch, of prefill, and of rows in SMEM and in a pipeline.
 PROBLEMS = [(16, 4096), (4096, 4096), (8192, 8192), (512, 100000)]

@@ -23,6 +23,8 @@ from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_BACKWARD
 from search_spaces.softmax import SOFTMAX
 from tests.static_profiles import compiled, needs_libtpu
 
+pytestmark = pytest.mark.slow_but_first
+
 REDUCTIONS = (SOFTMAX, RMS_NORM, ADD_RMS_NORM)
 OF_HALVES = (SILU_AND_MUL, SILU_AND_MUL_BACKWARD)
 OPERATIONS = {operation.name: operation for operation in (*REDUCTIONS, *OF_HALVES)}

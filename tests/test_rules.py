@@ -15,6 +15,8 @@ from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.slow_but_first
+
 TARGET = Target("cpu", "cpu", "cpu", 1)
 LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))
 

@@ -18,6 +18,8 @@ from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL, LIBRARY = SCALED_MATMUL.kernel("mosaic_gpu"), SCALED_MATMUL.library
 H200 = find("NVIDIA H200")
 KINDS = [(a, b) for a in ("blocks", "rows") for b in ("blocks", "rows")]

@@ -9,7 +9,7 @@ import sys
 import machine_code
 import pytest
 
-pytestmark = machine_code.needed()
+pytestmark = [machine_code.needed(), pytest.mark.slow]
 
 LARGE = {"tile_m": 128, "tile_n": 128, "stages": 5, "epi_tile_n": 64}
 CASES = {  # name: the problem, and fields of the schedule that differ from the model's first choice

@@ -25,6 +25,8 @@ from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 from search_spaces.sharding import divide
 from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 PROBLEMS = [

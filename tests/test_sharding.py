@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_the_claims_about_meshes_hold_on_four_devices():
     cases = Path(__file__).with_name("four_devices.py")

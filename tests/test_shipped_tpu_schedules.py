@@ -14,6 +14,8 @@ from tests.static_profiles import needs_libtpu
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from tpu_compiler import Asked
 
+pytestmark = pytest.mark.slow
+
 BACKEND = "mosaic_tpu"
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 

@@ -19,6 +19,8 @@ from scheduler.prediction.predict import predict
 from scheduler.store.store import shipped
 from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem, SiluAndMulJvpProblem
 
+pytestmark = pytest.mark.slow_but_first
+
 KERNEL = SILU_AND_MUL_BACKWARD.kernel("mosaic_gpu")
 TARGET = hopper.H200.target
 X = jax.random.normal(jax.random.key(0), (6, 32))

@@ -23,6 +23,8 @@ from search_spaces.problem import DOWN, PROPORTIONAL, Tolerance, as_tuple
 from search_spaces.scaled_matmul import ScaledMatmulProblem
 from search_spaces.space import DeclarationError
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 

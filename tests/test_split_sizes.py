@@ -15,6 +15,8 @@ from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.slow_but_first
+
 SIZES = (24, 8, 16)
 ours = functools.partial(tuned_matmul, split_sizes=SIZES)
 pallas = functools.partial(ours, backends="interpret")
@@ -214,6 +216,7 @@ def test_backwards_is_one_product_for_each_operand_whatever_is_used(transpose_b)
         )
 
 
+@pytest.mark.slow
 def test_a_hessian_agrees():
     x, w = X[0, :2], W
     for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacfwd)):

@@ -10,6 +10,8 @@ from scheduler.core.hardware import find
 from scheduler.measure import estimate
 from tests.static_profiles import compiled, needs_libtpu
 
+pytestmark = pytest.mark.slow
+
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", ["TPU v4", "v6e"])

@@ -210,6 +210,7 @@ def writers(url, processes, count):
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "postgres"])
 def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, request):
     url = path if kind == "file" else request.getfixturevalue("postgres")

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 
 import scheduler
 
+pytestmark = pytest.mark.slow_but_first
+
 X = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
 WIDE = jax.ShapeDtypeStruct((8, 64), jnp.float32)
 ROW = jax.ShapeDtypeStruct((64,), jnp.bfloat16)

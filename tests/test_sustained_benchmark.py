@@ -12,6 +12,8 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import sustained
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_rehearsal_times_xla_and_one_schedule_of_each_kind_both_ways(monkeypatch):
     for name, value in {"SAMPLE_S": 0.01, "SETTLE_S": 0.0, "REST_S": 0.0, "BURSTS": 2}.items():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from failures import failures
 from test_cli import DOCTOR, ROOT, run
 
 from scheduler.core.records import schedule_text
@@ -83,6 +84,7 @@ def test_a_winner_whose_trials_were_not_shipped_is_not_said_to_come_of_none():
     assert re.search(r"48 trials \(budget 48, their times not kept beside the record\)", out)
 
 
+@pytest.mark.slow_but_first
 def test_every_other_command_keeps_to_the_width(width, tmp_path):
     outs = [
         run("show", "matmul", *LARGE)[0],
@@ -112,18 +114,21 @@ def test_a_pipe_without_columns_gets_lines_of_120(monkeypatch):
     assert 80 < widest(run("list", "--all")[0]) <= 120
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: str(record.key))
-def test_a_problem_has_one_notation_which_can_be_typed(record):
-    operation = load(record.key.operation)
-    problem = operation.problem.from_canonical(record.key.problem)
-    text = str(problem)
-    assert format_problem(record.key.operation, record.key.problem) == text
-    assert text in str(record.key)
-    assert operation.problem.parse(dict(field.split("=") for field in text.split())) == problem
-    assert f"dtype={problem.dtype}" in text
-    assert problem.canonical() == record.key.problem
+def test_a_problem_has_one_notation_which_can_be_typed():
+    def check(record):
+        operation = load(record.key.operation)
+        problem = operation.problem.from_canonical(record.key.problem)
+        text = str(problem)
+        assert format_problem(record.key.operation, record.key.problem) == text
+        assert text in str(record.key)
+        assert operation.problem.parse(dict(field.split("=") for field in text.split())) == problem
+        assert f"dtype={problem.dtype}" in text
+        assert problem.canonical() == record.key.problem
+
+    assert failures(check, RECORDS, lambda record: record.key) == []
 
 
+@pytest.mark.slow
 def test_a_problem_is_spelled_alike_in_titles_lists_and_searches():
     text = "m=4096 n=4096 k=4096 dtype=bfloat16"
     for command in (

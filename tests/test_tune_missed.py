@@ -22,7 +22,7 @@ from scheduler.store import misses
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 H200 = find("h200").id
 A = jnp.ones((8, 8))

@@ -22,6 +22,8 @@ from scheduler import tuned
 from search_spaces import load
 from test_tune_function import X, shy, sociable
 
+pytestmark = pytest.mark.slow
+
 def step():
     return (lambda x: sociable(x) + 1), (X,)
 

@@ -19,7 +19,7 @@ from scheduler.store import cache
 from scheduler.store import database as driver
 from scheduler.store.store import Store
 
-pytestmark = pytest.mark.one_jax
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 CALLS = """

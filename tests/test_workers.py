@@ -29,6 +29,8 @@ from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.measure.worker_process import OnDevice, WorkerProcess
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = DoubleProblem(n=8)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from attacks import ATTACKS
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 
