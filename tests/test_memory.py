@@ -193,8 +193,8 @@ def test_what_finds_no_memory_is_tried_again_in_a_fresh_process_and_then_has_fai
 
 def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, monkeypatch):
     """As XLA's allocator on a GPU: in a run, whose limit follows from what ran before."""
-    monkeypatch.setattr("scheduler.measure.subprocess_pipe.RUN_LIMIT_S", 1.0)
-    monkeypatch.setattr("scheduler.measure.subprocess_pipe.ALLOCATOR_RETRY_S", 2.0)
+    monkeypatch.setattr("scheduler.measure.conversation.RUN_LIMIT_S", 1.0)
+    monkeypatch.setattr("scheduler.measure.conversation.ALLOCATOR_RETRY_S", 2.0)
     waiting = greedy(waits_s=2)
     assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
     assert pool.measure(waiting).stage == "memory"
