@@ -5,6 +5,7 @@ A package of that name is on PyPI, too, and a file of that name may lie beside a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -83,7 +84,12 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (reason := stranger()) is not None:
         raise SystemExit(f"tile-scheduler: {reason}")
-    importlib.import_module("scheduler.cli.app").main()
+    try:
+        importlib.import_module("scheduler.cli.app").main()
+    finally:
+        # The process ends: the garbage collector need not search all objects of JAX once more, which takes 0.4 s.
+        gc.disable()
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
 
 from scheduler.core.errors import WorkerError
-from scheduler.core.hardware import GIB
+from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure, Measurement
+from scheduler.measure.build import Builder, save
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
 from scheduler.measure.runner import RunnerOptions, Task
@@ -118,3 +120,14 @@ def test_in_one_process_too_whatever_a_candidate_does_is_its_own_failure_and_the
             assert re.search(r"^(SystemExit|KeyboardInterrupt|MemoryError|ValueError|KeyError)\b", trial.outcome.detail)
             assert re.search(r" \(tests/operations.py:\d+\)$", trial.outcome.detail)
     assert record.best(frozenset({"scripted"})).schedule["number"] == 1
+
+
+def test_a_program_that_calls_python_is_compiled_where_it_runs_not_for_an_absent_device(tmp_path):
+    elsewhere = Builder(CPU, device=jax.devices("cpu")[0])
+    problem, schedule = FaultyProblem(8, "wrong forgetful"), [{"number": 0}, {"number": 1}]
+    kernel = FAULTY.kernel("scripted")
+    moved, left = (elsewhere.build(kernel, problem, each) for each in schedule)
+    assert save(moved, tmp_path / "moved")
+    assert left.run is None
+    assert not save(left, tmp_path / "left")
+    assert left.traced == Builder(CPU).build(kernel, problem, schedule[1]).traced

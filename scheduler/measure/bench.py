@@ -24,7 +24,7 @@ from scheduler.measure.buffers import (
 )
 from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.protocol import Step
-from scheduler.measure.verification import Rows, compared_elements, mismatches
+from scheduler.measure.verification import Rows, compared_elements, start_comparison
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
 from search_spaces import checking
@@ -264,7 +264,7 @@ class Bench:
                 poison = self._checks[problem].poison(call % 2 == 1)
                 try:
                     actual = candidate.run(poison, *draw.inputs)
-                    wrong = self._off(candidate, problem, draw, actual)
+                    wrong = self._compared(candidate, problem, draw, actual)()
                 except jax.errors.JaxRuntimeError as error:
                     return first_line(error)
                 if wrong:
@@ -273,9 +273,10 @@ class Bench:
             self._results.append(actual)
         return None
 
-    def _off(self, candidate: Built, problem: Problem, draw: Draw, actual: Results) -> str | None:
+    def _compared(self, candidate: Built, problem: Problem, draw: Draw, actual: Results) -> Callable[[], str | None]:
+        """Starts the comparison of results with their reference; returns a function that returns the first error."""
         compare, tolerance = self._checks[problem].comparisons, draw.tolerance or candidate.tolerance
-        return mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
+        return start_comparison(problem, actual, draw.expected, tolerance, draw.rows, compare)
 
     def _time(self, candidate: Built, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
         """Times a candidate; fails if one of the last timed results is wrong."""
@@ -300,8 +301,8 @@ class Bench:
                     measured = timed(REPEATS_BELOW_BOUND * repetitions)
                 calls = self._calls - before
                 last = list(self._results)[-min(calls, COMPARED_TIMES) :]
-                each = (self._off(candidate, self._problem, self._draw, actual) for actual in last)
-                wrong = next((found for found in each if found), None)
+                started = [self._compared(candidate, self._problem, self._draw, actual) for actual in last]
+                wrong = next((found for ended in started if (found := ended())), None)
             except RuntimeError as error:
                 return Failure("time", first_line(error))
         if wrong:

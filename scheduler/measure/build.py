@@ -21,7 +21,7 @@ from scheduler.core.records import Failure, Schedule, Stage, label_of
 from scheduler.measure.protocol import Step
 from scheduler.model.pruning import onchip_bytes
 from search_spaces import jax_compat
-from search_spaces.fingerprint import digest
+from search_spaces.fingerprint import all_equations, digest
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem, Tolerance, as_tuple
 from search_spaces.target import Target
@@ -138,6 +138,8 @@ def _from_here(file: str) -> str:
     return file if below.startswith(os.pardir) else below
 
 
+# Primitives that JAX lowers only for a device of its process.
+_CALLS_PYTHON = {"pure_callback", "io_callback", "debug_callback", "debug_print"}
 # A finalist is traced this many more times. State that a kernel keeps between traces may first show in the third trace.
 RETRACED = 2
 
@@ -146,7 +148,8 @@ class Built(NamedTuple):
     """A compiled candidate.
 
     Attributes:
-      run: a compiled function of the result buffers and the operands.
+      run: a compiled function of the result buffers and the operands; None if the program calls Python, and the device
+        is absent.
       tolerance: the allowed error of the results.
       traced: a digest of the jaxpr.
     """
@@ -226,7 +229,10 @@ class Builder:
         raising: bool = False,
     ) -> Built | Failure:
         point = kernel.space(problem, self._hardware.target).decode(schedule)
+        absent = self._sharding is not None
         try:
+            if absent and _CALLS_PYTHON & {equation.primitive.name for equation in all_equations(traced.jaxpr)}:
+                return Built(None, kernel.tolerance(problem, point), digest(traced.jaxpr))
             lowered = traced.lower()
             tolerance = kernel.tolerance(problem, point)
         except BaseException as error:

@@ -38,7 +38,7 @@ from search_spaces.problem import Problem
 from search_spaces.target import Target
 
 # The number of concurrent problems: candidates of the next problem compile while the finalists of one are timed.
-SEARCHES = 2
+SEARCHES = 3
 # The maximum number of concurrent requests beyond those that compile. Their compiled programs wait for the measuring
 # process, so that it is never idle; and compilation goes on while the measuring process compiles a library program.
 READY = 10

@@ -87,13 +87,33 @@ def mismatches(
     Args:
       tolerance: one for each result, or one for all.
     """
+    return start_comparison(problem, actual, expected, tolerance, rows, compare)()
+
+
+def start_comparison(
+    problem: Problem,
+    actual: Sequence[jax.Array],
+    expected: Sequence[jax.Array],
+    tolerance: Tolerance | tuple[Tolerance, ...],
+    rows: Rows | None = None,
+    compare: Sequence[Any] | None = None,
+) -> Callable[[], str | None]:
+    """Starts the comparison that `mismatches` makes, and returns a function that waits for its result.
+
+    The device thus compares several results while the host reads the result of the first comparison.
+    """
     allowed = problem.for_each(tolerance)
     compiled = compare or (None,) * len(expected)
     each = zip(actual, expected, allowed, compiled, problem.row_axes, strict=True)
-    for number, (got, right, within, run, axis) in enumerate(each):
-        if wrong := mismatch(got, right, within, rows, run, axis=axis):
-            return wrong if len(expected) == 1 else f"of result {number}, {wrong}"
-    return None
+    started = [_started(got, right, within, rows, run, axis) for got, right, within, run, axis in each]
+
+    def finish() -> str | None:
+        for number, ended in enumerate(started):
+            if wrong := ended():
+                return wrong if len(started) == 1 else f"of result {number}, {wrong}"
+        return None
+
+    return finish
 
 
 def mismatch(
@@ -124,13 +144,42 @@ def mismatch(
     Raises:
       DeclarationError: `actual` has an integer or boolean dtype, and `expected` another dtype.
     """
+    return _started(actual, expected, tolerance, rows, compare, axis)()
+
+
+def _started(
+    actual: jax.Array,
+    expected: jax.Array,
+    tolerance: Tolerance,
+    rows: Rows | None,
+    compare: Callable[..., Any] | None,
+    axis: int,
+) -> Callable[[], str | None]:
+    """Starts the comparison of one result; see `start_comparison`."""
     extents = list(actual.shape)
     if rows is not None:
         extents[axis] = len(rows)
     if (wanted := tuple(extents)) != expected.shape:
-        return f"the shape is {wanted} instead of {expected.shape}"
+        different = f"the shape is {wanted} instead of {expected.shape}"
+        return lambda: different
     run = compare or functools.partial(_compare, axis=axis)
-    wrong, worst, got, right, allowed, unwritten = run(actual, expected, rows, *_allowed(tolerance))
+    off, *found = run(actual, expected, rows, *_allowed(tolerance))
+    return lambda: _description(actual, expected, rows, axis, *found) if int(off) else None
+
+
+def _description(
+    actual: jax.Array,
+    expected: jax.Array,
+    rows: Rows | None,
+    axis: int,
+    wrong: jax.Array,
+    worst: jax.Array,
+    got: jax.Array,
+    right: jax.Array,
+    allowed: jax.Array,
+    unwritten: jax.Array,
+) -> str:
+    """Describes the error of a result, from the values that `_compare` returns."""
     if int(wrong):
         index = [int(i) for i in np.unravel_index(int(worst), expected.shape)]
         if rows is not None:
@@ -141,9 +190,7 @@ def mismatch(
             f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {said}{nothing} "
             f"instead of {instead} (allowed: {float(allowed):.2g})"
         )
-    if int(unwritten):
-        return f"{int(unwritten)} of {actual.shape[axis]} rows hold elements that are NaN, as where nothing was written"
-    return None
+    return f"{int(unwritten)} of {actual.shape[axis]} rows hold elements that are NaN, as where nothing was written"
 
 
 def _allowed(tolerance: Tolerance) -> tuple[float, float, float, float]:
@@ -171,6 +218,7 @@ def _compare(
     *,
     axis: int,
 ) -> tuple[jax.Array, ...]:
+    """Returns the number of errors, which is all that is read of a correct result, and what describes them."""
     compared = (actual if rows is None else jnp.take(actual, rows, axis=axis)).ravel()
     right = expected.ravel()
     if not jnp.issubdtype(actual.dtype, jnp.inexact):
@@ -180,15 +228,15 @@ def _compare(
                 "compared exactly, so let the reference return what the result is of"
             )
         wrong, excess, got, wanted, allowed = _integers(compared, right, absolute, relative)
-        worst = jnp.argmax(excess)
-        return wrong.sum(), worst, got(worst), wanted(worst), allowed(worst), jnp.int32(0)
+        worst, count = jnp.argmax(excess), wrong.sum()
+        return count, count, worst, got(worst), wanted(worst), allowed(worst), jnp.int32(0)
     wrong, excess, got, wanted, allowed = _numbers(compared, right, absolute, relative, least, most)
-    worst = jnp.argmax(excess)
+    worst, count = jnp.argmax(excess), wrong.sum()
     unwritten = jnp.int32(0)
     if rows is not None:
         axes = tuple(other for other in range(actual.ndim) if other != actual.ndim + axis)
         unwritten = jnp.where(jnp.isnan(right).any(), 0, jnp.isnan(actual).any(axis=axes).sum())
-    return wrong.sum(), worst, got(worst), wanted(worst), allowed(worst), unwritten
+    return count + unwritten, count, worst, got(worst), wanted(worst), allowed(worst), unwritten
 
 
 # The wrong elements, their excess, and three functions of an index: the actual value, the expected value and the

@@ -255,10 +255,10 @@ class AttentionProblem(Problem, Bounds):
         Each seed is therefore the same amount of work. If the batch is odd, the last sequence has half of the full
         length. A sequence has the same share of queries and of keys, as with padding.
         """
-        share = jax.random.uniform(jax.random.key(seed), (self.batch // 2,))
-        shares = jnp.concatenate([jnp.stack([share, 1 - share], axis=1).ravel(), jnp.full(self.batch % 2, 0.5)])
+        share = np.random.default_rng(seed).random(self.batch // 2)
+        shares = np.concatenate([np.stack([share, 1 - share], axis=1).ravel(), np.full(self.batch % 2, 0.5)])
         most = [n for n, given in ((self.q_len, self.q_lengths), (self.kv_len, self.kv_lengths)) if given]
-        return tuple(jnp.clip(jnp.ceil(shares * n).astype(jnp.int32), 1, n) for n in most)
+        return tuple(jnp.asarray(np.clip(np.ceil(shares * n), 1, n), jnp.int32) for n in most)
 
     def special(self) -> tuple[str, ...]:
         """Returns the finite kinds: NaN and infinities of invisible keys are not yet left out everywhere."""
