@@ -26,7 +26,8 @@ class BoundCall(Generic[P]):
 
     Attributes:
       problem: the problem of the call.
-      operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`front_end.split_axes`).
+      operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one
+        (`front_end.split_axes`).
       restore: ``restore(*results)`` is the caller's result; None is `Problem.pack`, the results unchanged.
       params: arguments of `Kernel.run` besides arrays.
     """
@@ -100,8 +101,8 @@ class Operation(Generic[P]):
       front_end: ``front_end(*args, **options)`` -> `BoundCall` or `Unsupported`: a call as users write it; options are
         keyword-only. Default: see `bind`.
       equations: JAX primitives whose equations the operation can replace: ``posed(*inputs, stored=None, **params)`` ->
-        `MatchedEquation`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for the
-        result, the order of its axes in memory; None if it is the axes' own order.
+        `MatchedEquation`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for
+        the result, the order of its axes in memory; None if it is the axes' own order.
       recognise: ``recognise(node)`` -> `Recognised` if an equation of a graph (`search_spaces.recognise`) is the last
         of several that compute this operation, else None. It must not recognise other computations.
       shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.

@@ -240,7 +240,7 @@ def bind_with_lse(x: Any, *, axis: Any = -1) -> BoundCall[SoftmaxWithLseProblem]
     """Binds a call of `scheduler.tuned_softmax` with ``return_lse=True``, with the same arguments."""
 
     def answer() -> tuple[jax.Array, jax.Array]:
-        wide = x.astype(problem.is_wide(x))
+        wide = x.astype(problem.formula_dtype(x))
         p, lse = jax.nn.softmax(wide, axis), jax.nn.logsumexp(wide, axis)
         return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else p, lse
 

@@ -104,7 +104,7 @@ def test_a_search_may_still_use_a_store_that_calls_gave_up(tmp_path, monkeypatch
     layers = Cache()
     layers.put(values.record())
     assert layers.get(values.KEY) == values.record()
-    assert Store(tmp_path / "layers.db").get(values.KEY) == values.record()
+    assert Store(tmp_path / "cache.db").get(values.KEY) == values.record()
 
 
 def of(url):

@@ -125,7 +125,6 @@ def say_once(message: str) -> None:
 MISSES_ENVIRONMENT = "TILE_SCHEDULER_MISSES"
 _ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 
-_log = logging.getLogger("scheduler")
 _places: dict[Operation[Any], str] = {}
 # The line of a call that XLA is compiling. The Python frame of that line has already returned.
 _asking: ContextVar[str | None] = ContextVar("asking", default=None)
@@ -149,7 +148,7 @@ def note_miss(cache: Cache, operation: Operation[Any], key: Key) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         cache.note(Miss(key, 1, now, now, calling_line(), _place(operation)))
     except Exception as error:  # a failure to log a miss must not fail the call
-        _log.debug("%s is not noted as a miss: %r", key, error)
+        logger.debug("%s is not noted as a miss: %r", key, error)
 
 
 def calling_line() -> str:

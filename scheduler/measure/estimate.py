@@ -65,7 +65,7 @@ def _nested(jaxpr: Any, within: bool = False) -> bool:
 #
 # The TPU compiler is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names. Besides the
 # program, it writes the VMEM that each operation takes, and the number of cycles of its instruction schedule. libtpu
-# reads its settings once when it is loaded, so a process that compiles must be started with those of `profile_environment`.
+# reads its settings once when it is loaded, so a compiling process must be started with those of `profile_environment`.
 
 # The variable with the path of the reports; `profile_environment` sets it.
 REPORTS = "TILE_SCHEDULER_STATIC_REPORTS"

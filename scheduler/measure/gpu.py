@@ -31,8 +31,8 @@ from search_spaces.target import Target
 
 # All users of a host share this directory, regardless of TMPDIR, and no user can delete the lock of another.
 SHARED = Path("/tmp")
-# No measurement takes this long: compiling a library program is limited to twelve minutes (`subprocess_pipe`). A process that
-# holds the lock for longer hangs.
+# No measurement takes this long: compiling a library program is limited to twelve minutes (`conversation`). A process
+# that holds the lock for longer hangs.
 LIMIT_S = 900.0
 POLL_S = 0.01
 # All users may lock the file.

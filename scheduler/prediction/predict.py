@@ -252,8 +252,9 @@ def predict(
     If one of `records` is of this problem and still valid, it is selected, as in a call.
 
     A kernel that competes with the library must have been verified on this architecture. It must be faster with a
-    probability of at least `MIN_GAIN_PROBABILITY`, given the errors of the model on measured problems. If `backends` excludes the
-    library, the best prediction is selected; a kernel without a verified schedule may then use an unverified one.
+    probability of at least `MIN_GAIN_PROBABILITY`, given the errors of the model on measured problems. If `backends`
+    excludes the library, the best prediction is selected; a kernel without a verified schedule may then use an
+    unverified one.
 
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
     constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that

@@ -1,4 +1,4 @@
-"""What is known before a search: the baseline (the schedule that calls used), and whether a record makes it needless."""
+"""What is known before a search: the baseline (the schedule that calls used), and whether a record is still valid."""
 
 from __future__ import annotations
 

@@ -146,7 +146,6 @@ def _distribution(values: list[Choice]) -> BaseDistribution:
     return CategoricalDistribution(values)  # type: ignore[arg-type]  # booleans, texts or None
 
 
-Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 # User attribute of a trial: the index of its candidate.
@@ -221,7 +220,7 @@ class CandidateSpace:
         free = np.flatnonzero(self.free)
         return int(free[np.lexsort((self.log_predicted[free], apart[free]))[0]])
 
-    def _column(self, name: str) -> Array:
+    def _column(self, name: str) -> _Array:
         """Returns the values of one parameter, mapped by `_places`; NaN if a candidate lacks the parameter."""
         values = [label.get(name, _MISSING) for label in self._labels]
         return _places(self.distributions[name], values)
@@ -266,11 +265,11 @@ class ModelSampler(_OfCandidates):
         """Whether the model misses the known times by more than its usual error, up to a constant factor."""
         return len(known.log_s) >= _FEWEST and bool(np.std(self._residuals(known)) > _ACCURATE)
 
-    def _residuals(self, known: Known) -> Array:
-        residuals: Array = np.array(list(known.log_s.values())) - self._space.log_predicted[list(known.log_s)]
+    def _residuals(self, known: Known) -> _Array:
+        residuals: _Array = np.array(list(known.log_s.values())) - self._space.log_predicted[list(known.log_s)]
         return residuals
 
-    def improvement(self, known: Known) -> Array:
+    def improvement(self, known: Known) -> _Array:
         """Returns the expected improvement of each candidate as a share of the time; -1 if the candidate is not free.
 
         The estimate comes from the model and its residuals, or from the surrogate if the residuals contradict the
@@ -361,7 +360,7 @@ class Known:
         return cls(log_s, failed, running)
 
 
-def _places(distribution: BaseDistribution, values: Sequence[Any]) -> Array:
+def _places(distribution: BaseDistribution, values: Sequence[Any]) -> _Array:
     """Maps values to their position in the range, from 0 to 1, or to category numbers; NaN for `_MISSING`."""
     if isinstance(distribution, CategoricalDistribution):
         numbers = {(type(choice), choice): number for number, choice in enumerate(distribution.choices)}
@@ -372,7 +371,7 @@ def _places(distribution: BaseDistribution, values: Sequence[Any]) -> Array:
     low, high = float(distribution.low), float(distribution.high)
     if distribution.log:
         low, high, at = np.log(low), np.log(high), np.log(at)
-    places: Array = (at - low) / ((high - low) or 1.0)
+    places: _Array = (at - low) / ((high - low) or 1.0)
     return places
 
 
@@ -383,7 +382,7 @@ def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> l
     return order
 
 
-def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: Array) -> Array:
+def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: _Array) -> _Array:
     """Encodes candidates as points ``[candidate, coordinate]`` of the unit cube: fields and the model's prediction.
 
     Positive numbers are encoded by their logarithms, other values one-hot. A number that a backend lacks lies in the
@@ -405,5 +404,5 @@ def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: Array) -> Arr
         return points
     low, high = np.nanmin(points, axis=0), np.nanmax(points, axis=0)
     varied = high > low
-    scaled: Array = (points[:, varied] - low[varied]) / (high - low)[varied]
+    scaled: _Array = (points[:, varied] - low[varied]) / (high - low)[varied]
     return np.nan_to_num(scaled, nan=0.5)

@@ -99,9 +99,9 @@ def tune(
 ) -> Record:
     """Searches the schedules of `problem` by timing them on the device, starting with the library's programs.
 
-    If `store` has a valid record, it is returned without a search (see `baseline.is_current`). A search resumes an earlier one of
-    the same problem that was interrupted: measurements of the same kernels under the same conditions count as trials
-    and are not repeated. Failed trials are run again, because the kernel may have been fixed.
+    If `store` has a valid record, it is returned without a search (see `baseline.is_current`). A search resumes an
+    earlier one of the same problem that was interrupted: measurements of the same kernels under the same conditions
+    count as trials and are not repeated. Failed trials are run again, because the kernel may have been fixed.
 
     If another process that shares `store` is tuning `problem`, this call waits for that process and returns its record.
 

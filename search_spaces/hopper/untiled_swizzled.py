@@ -44,7 +44,9 @@ def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
 def wgmma(
     acc: jax.Array, a: Any, b: Any, swizzle: int, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> jax.Array:
-    """Starts ``acc + a b`` for operands in shared memory; call `synchronization.wait_wgmma` before any other use of the result.
+    """Starts ``acc + a b`` for operands in shared memory.
+
+    Call `synchronization.wait_wgmma` before any other use of the result.
 
     Args:
       acc: from `zeros`, or from the last call, which may be in flight; it must not be used otherwise in between.

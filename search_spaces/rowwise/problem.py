@@ -167,19 +167,19 @@ def bind_rows(problem: type[RowProblem], *arrays: Any, **params: Any) -> BoundCa
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
-    """Computes the formula in the dtype that `is_wide` returns.
+    """Computes the formula in the dtype that `formula_dtype` returns.
 
     Rows have the dtype of the first array, if that is inexact. A result that is a statistic of each row is not rounded.
     """
     arrays = tuple(jnp.asarray(x) for x in arrays)
-    computed = is_wide(*arrays)
+    computed = formula_dtype(*arrays)
     out = problem.compute_in(computed, *arrays, **params)
     dtype = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else computed
     results = [x.astype(dtype) if x.ndim == arrays[0].ndim else x for x in as_tuple(out)]
     return tuple(results) if isinstance(out, tuple) else results[0]
 
 
-def is_wide(*arrays: jax.Array) -> jnp.dtype[Any]:
+def formula_dtype(*arrays: jax.Array) -> jnp.dtype[Any]:
     """Returns float32, or a wider or complex dtype among the arrays; integers count as JAX's default float."""
     found = jnp.dtype(jnp.float32)
     for x in arrays:

@@ -107,7 +107,7 @@ def footprint(p: ScaledMatmulProblem, s: Columns) -> Footprint:
 # ------------------------------------------------------------------------------
 # The scaled matmul on Hopper: supported problems, and the launch of one scaled matmul.
 #
-# The kernel is that of the matmul (search_spaces/matmul/hopper), with a main loop that scales (main_loop.py there). With
+# The kernel is that of the matmul (search_spaces/matmul/hopper), with a main loop that scales (main_loop.py). With
 # scales by blocks, a step is a block of k: its accumulators start from zero, and are scaled and added to the sums.
 # This doubles the registers, so tiles are half as large. Consumers read scales from device memory directly, before
 # they wait for the step's operands.
