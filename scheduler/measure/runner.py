@@ -32,7 +32,7 @@ class RunnerOptions:
         far.
       run_timeout_s: seconds that one run on the device may take; None adapts to the fastest candidate. With a value
         below `conversation.ALLOCATOR_RETRY_S`, a kernel that runs out of memory is reported as one that hangs.
-      searches: the number of problems that a pool searches at once; None selects two if the device has its own clock,
+      searches: the number of problems that a pool searches at once; None selects three if the device has its own clock,
         which times kernels independently of concurrent compilation, and one otherwise.
       hardware: the chip, by a name that `hardware.find` accepts. If that chip is absent, its compiler estimates the
         times of candidates (`ahead_of_time.AheadOfTime`). "" selects the chip of this host.
