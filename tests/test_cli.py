@@ -25,7 +25,7 @@ from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Key
-from scheduler.inspect import case, doctor
+from scheduler.inspect import doctor, provenance
 from scheduler.inspect.doctor import coverage
 from scheduler.store.store import Store, shipped
 from search_spaces import jax_compat, load
@@ -46,7 +46,7 @@ def run(*arguments, status=0, stdin=None):
 
 
 # The status of doctor where nothing is wrong but what the installed JAX makes of the shipped records.
-DOCTOR = 3 if any(case.stale(record) for record in shipped().records()) else 0
+DOCTOR = 3 if any(provenance.stale(record) for record in shipped().records()) else 0
 
 
 def own_list():
@@ -311,7 +311,7 @@ MADE = ".".join(next(iter(shipped().records())).environment.jax.split(".")[:2])
 def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current(here, monkeypatch, store):
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here if name == "jax" else installed(name))
-    monkeypatch.setattr("scheduler.inspect.case._jax_here", lambda: here)  # it is asked once a process
+    monkeypatch.setattr("scheduler.inspect.provenance._jax_here", lambda: here)  # it is asked once a process
     monkeypatch.setattr(fragments, "HAS_MMA", True)  # whatever the JAX here has: only records are out of date
     current = here.startswith(f"{MADE}.")
     store.put(record(environment=dataclasses.replace(ENVIRONMENT, jax=f"{MADE}.0")))

@@ -21,8 +21,8 @@ from scheduler.core.records import Failure, Measurement, key_of
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
 from scheduler.inspect import doctor
-from scheduler.inspect.case import record_head
 from scheduler.inspect.notebook import record_html
+from scheduler.inspect.provenance import record_head
 from scheduler.inspect.verdict import gain_text, verdict
 from scheduler.measure.ahead_of_time import AheadOfTime, elsewhere
 from scheduler.measure.estimate import grid_steps, reduced_problem

@@ -21,7 +21,7 @@ from scheduler.core import codec
 from scheduler.core.hardware import CPU, identified
 from scheduler.core.neighbours import place_of
 from scheduler.core.records import Key
-from scheduler.inspect.case import order_of
+from scheduler.inspect.provenance import order_of
 from scheduler.prediction.between import read
 from scheduler.prediction.transfer import MOST_SPELLINGS, near, nearest
 from scheduler.store import cache

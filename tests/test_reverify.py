@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record, key_of
-from scheduler.inspect import case
+from scheduler.inspect import provenance
 from scheduler.measure.runner import InProcess
 from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import recheck
@@ -138,8 +138,8 @@ def test_a_refreshed_record_has_todays_order_times_and_environment_and_keeps_wha
     fresh = verdict(runner).refreshed
     assert [(e.backend, e.measurement.median_s) for e in fresh.entries] == [("scripted", 1e-3), ("xla", 1.1e-3)]
     assert fresh.environment == runner.environment
-    assert case.stale(record())
-    assert not case.stale(fresh)
+    assert provenance.stale(record())
+    assert not provenance.stale(fresh)
     old = record()
     assert (fresh.key, fresh.versions, fresh.budget, fresh.tried, fresh.space) == (
         old.key,

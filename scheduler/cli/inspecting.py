@@ -57,8 +57,9 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     from scheduler.core import hints
     from scheduler.core.records import family_of
     from scheduler.inspect import verdict
-    from scheduler.inspect.case import of_record, record_head, unfinished_text
+    from scheduler.inspect.case import of_record
     from scheduler.inspect.landscape import landscape
+    from scheduler.inspect.provenance import record_head, unfinished_text
 
     with usage_errors():
         if (ends := range_of(operation, fields)) is not None:
@@ -157,7 +158,7 @@ def explain(
     from scheduler.core.records import choice_text, key_of
     from scheduler.inspect import explain as accounts
     from scheduler.inspect import verdict
-    from scheduler.inspect.case import record_head
+    from scheduler.inspect.provenance import record_head
     from scheduler.measure.gpu import Gpu
     from scheduler.prediction import between, transfer
 
@@ -236,7 +237,7 @@ def explanation_json(
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
     from scheduler.cli.record_report import record_json
-    from scheduler.inspect.case import failures
+    from scheduler.inspect.provenance import failures
 
     kernels = [
         {
@@ -273,7 +274,7 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
       trials_kept: whether the store has the trials of the problem's record. Without them, the number of schedules tried
         is unknown.
     """
-    from scheduler.inspect.case import failures
+    from scheduler.inspect.provenance import failures
 
     title = f"{account.backend}, version {account.version}"
     if account.refused:

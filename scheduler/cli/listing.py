@@ -162,7 +162,7 @@ class _Here:
 
     def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
         """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
-        from scheduler.inspect.case import order_of
+        from scheduler.inspect.provenance import order_of
 
         problem = order_of(head.key, fields=fields)
         return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
@@ -177,7 +177,7 @@ def list_(
 ) -> None:
     """List the stored schedules: the user's own, and those shipped for the chip that is here; searches cut short."""
     from scheduler.cli import record_report
-    from scheduler.inspect import case
+    from scheduler.inspect import provenance
 
     stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most, fields=not as_json)
     if as_json:
@@ -188,7 +188,7 @@ def list_(
     for where, one in stored.ranges:
         output("", f"{one} on {one.hardware}, {where}", *record_report.range_summary(one))
     for where, key, trials in stored.unfinished:
-        output("", f"{key}, {where}: {case.unfinished_text(trials)}")
+        output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)
     if not (stored.records or stored.ranges or stored.unfinished):
         _print_none([where for where in stored.stores if where != SHIPPED], operation)

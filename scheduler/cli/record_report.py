@@ -13,8 +13,7 @@ from scheduler.core import codec
 from scheduler.core.neighbours import Range
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
 from scheduler.core.text import digits, ratio_text, seconds_text
-from scheduler.inspect.case import stale, stale_line
-from scheduler.inspect.explain import without_prediction
+from scheduler.inspect.provenance import stale, stale_line
 from scheduler.inspect.verdict import bases_of, compared, first_line, gain_text, order_note, standing
 from search_spaces import format_problem
 
@@ -114,6 +113,8 @@ def kept_json(
 
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
     """Yields the winner, the runner-up and the best of each other backend, side by side, and their schedules."""
+    from scheduler.inspect.explain import without_prediction  # imports JAX, which a list as JSON does not need
+
     # All CPUs share one row of constant peaks, so fractions of these peaks are meaningless.
     rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up", *[""] * len(record.entries)][: len(record.entries)]
@@ -206,6 +207,8 @@ def trials_table(
 
     For each backend, the record's schedule, or the first one, is in full. Other schedules list only their differences.
     """
+    from scheduler.inspect.explain import without_prediction
+
     tried = [(trial.backend, trial.schedule) for trial in trials]
     choices, unpredicted = (
         compared(tried, bases_of(record)),

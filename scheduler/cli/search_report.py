@@ -15,7 +15,7 @@ from scheduler.cli.terminal import Json, Row, ledger, table, texts
 from scheduler.core import codec
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text, point_of
 from scheduler.core.text import ratio_text, seconds_text, share_text
-from scheduler.inspect.case import failures
+from scheduler.inspect.provenance import failures
 from scheduler.inspect.verdict import compared, standing
 from search_spaces import format_problem
 

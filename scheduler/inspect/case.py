@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import importlib.metadata
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Failure, Key, Measurement, Record, Schedule, Trial, choice_text, point_of
-from scheduler.core.text import seconds_text
-from scheduler.inspect.verdict import first_line
+from scheduler.core.records import Key, Measurement, Record, Schedule, Trial, choice_text, point_of
 from scheduler.measure import replay
 from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
@@ -211,112 +204,6 @@ def of_replay(path: Path, operation: Operation[Any] | None = None, *, budget: in
     problem = operation.problem.from_canonical(runner.sweep.problem)
     record = tune(operation, problem, budget=budget, seed=seed, store=store, runner=runner)
     return Case(operation, problem, runner.hardware, record, tuple(store.last_trials(record.key)))
-
-
-# ------------------------------------------------------------------------------
-# Sorts records for display: by operation and chip, then by the problem's extents as numbers.
-
-# Numbers such as the extents in "float32[200,256]". Digits within a dtype's name are not matched.
-_NUMBER = re.compile(r"(?<![A-Za-z0-9_.])([0-9]+)")
-
-
-def order_of(key: Key, *, fields: bool = True) -> tuple[object, ...]:
-    """Returns the sort key of a record's key.
-
-    Args:
-      fields: Whether a problem's fields are ordered as in its operation, which is loaded for that. Otherwise they are
-        ordered by name.
-    """
-    return key.operation, key.hardware, _problem_order(key, fields)
-
-
-def _problem_order(key: Key, by_operation: bool) -> tuple[object, ...]:
-    """Returns the sort key of a problem's fields: numbers before text, then undeclared fields by name."""
-    try:
-        values = json.loads(key.problem)
-    except (ValueError, RecursionError):  # a store may contain any text
-        values = key.problem
-    if not isinstance(values, dict):
-        return (_value_order(values),)
-    named = {name: values.pop(name, default) for name, default in (_fields(key.operation) if by_operation else ())}
-    return (*map(_value_order, named.values()), *((2, name, _value_order(value)) for name, value in values.items()))
-
-
-def _value_order(value: object) -> tuple[object, ...]:
-    return (0, value) if type(value) is int else _text_order(str(value))
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_order(text: str) -> tuple[object, ...]:
-    words = _NUMBER.split(text)
-    return 1, tuple((word, 0) if place % 2 == 0 else ("", int(word[:4000])) for place, word in enumerate(words))
-
-
-@functools.lru_cache(maxsize=64)
-def _fields(operation: str) -> Sequence[tuple[str, Any]]:
-    """Returns the fields of the operation's problems with their defaults; empty if the operation is unknown."""
-    try:
-        fields = dataclasses.fields(load_known(operation).problem)
-    except ValueError:
-        return ()
-    return [(field.name, 0 if field.default is dataclasses.MISSING else field.default) for field in fields]
-
-
-# ------------------------------------------------------------------------------
-# Describes the origin of a record: date, number of trials and failures; and the progress of an unfinished search.
-
-
-def stale(record: Record) -> bool:
-    """Returns whether `record` was measured with another minor version of JAX than the installed one."""
-    return stale_version(record.environment.jax)
-
-
-def stale_version(jax: str) -> bool:
-    """Returns whether `jax` is another minor version of JAX than the installed one."""
-    return jax.split(".")[:2] != _jax_here().split(".")[:2]
-
-
-@functools.cache
-def _jax_here() -> str:
-    return importlib.metadata.version("jax")
-
-
-def stale_line() -> str:
-    """Returns the note for a stale record."""
-    return (
-        f"stale: measured with another minor version of jax than the {_jax_here()} that is here; "
-        "served all the same, and `tile-scheduler verify` times it again"
-    )
-
-
-def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
-    """Yields lines on how the record was measured."""
-    env = record.environment
-    driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
-    how = "Estimated by the compiler, not measured," if record.estimated else "Measured"
-    yield f"{how} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
-    versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
-    lost = "" if trials_kept else ", their times not kept beside the record"
-    yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
-    if stale(record):
-        yield stale_line()
-
-
-def unfinished_text(trials: Sequence[Trial]) -> str:
-    """Describes the progress of an unfinished search."""
-    ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    said = ", none of which ran"
-    if ran:
-        best_s, _, best = min(ran)
-        how = "estimated " if isinstance(best.outcome, Measurement) and best.outcome.estimated else ""
-        said = f", the best {how}{seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
-    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
-
-
-def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """Returns the number of failed trials by reason, the most frequent first."""
-    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
-    return dict(collections.Counter(reasons).most_common())
 
 
 # ------------------------------------------------------------------------------

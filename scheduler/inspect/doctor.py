@@ -20,7 +20,8 @@ from scheduler.core.hardware import GIB, TABLE, Hardware
 from scheduler.core.records import Keyed, preferred
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
-from scheduler.inspect.case import EXTENT, example, stale_version
+from scheduler.inspect.case import EXTENT, example
+from scheduler.inspect.provenance import stale_version
 from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.store.database import CACHE_VARIABLE

@@ -6,7 +6,8 @@ import html
 
 from scheduler.core.records import Entry, Record, choice_text
 from scheduler.core.text import digits, one_line, printable, ratio_text, seconds_text, share_text
-from scheduler.inspect.case import of_record, record_head
+from scheduler.inspect.case import of_record
+from scheduler.inspect.provenance import record_head
 from scheduler.inspect.verdict import against_library, confidence, first_line, gain_text, standing, verdict
 from scheduler.model.cost import CostModel
 from search_spaces import format_problem

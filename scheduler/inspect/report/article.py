@@ -8,8 +8,8 @@ from xml.etree.ElementTree import Element
 
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial, choice_text, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
-from scheduler.inspect.case import failures, record_head, stale, unfinished_text
 from scheduler.inspect.explain import Account, without_prediction
+from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
 from scheduler.inspect.report.content import Child, Picture, Pictures, Told, element, extend, shown, table
 from scheduler.inspect.verdict import (
     against_library,
