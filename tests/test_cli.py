@@ -448,6 +448,13 @@ def test_a_search_of_an_operation_that_is_not_here_is_listed_though_nobody_knows
     assert "the command that began it goes on from there" in out
 
 
+def descendants(pid):
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, file.read_text().split()):
+            yield child
+            yield from descendants(child)
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)], ids=str
 )
@@ -457,9 +464,8 @@ def test_an_end_by_any_signal_waits_for_no_candidate_keeps_the_trials_and_leaves
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert "0/7 trials" in process.stderr.readline()
     assert "1/7 trials" in process.stderr.readline()  # the library's; candidates that never end are compiled
-    children = Path(f"/proc/{process.pid}/task").glob("*/children")
-    workers = [int(word) for file in children for word in file.read_text().split()]
-    assert len(workers) == 3, "two that compile and one that measures"
+    workers = list(descendants(process.pid))
+    assert len(workers) == 4, "two that compile, one that forks these two, and one that measures"
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == status
