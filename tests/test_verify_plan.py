@@ -13,7 +13,7 @@ from scheduler import Plan, tune_function
 from scheduler.cli.app import app
 from scheduler.functions import in_context
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
 
 OWN = Path(__file__).with_name("test_tune_function.py")
 STEPS = f"""
