@@ -869,6 +869,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["same", "differ"])
 def test_processes_of_one_job_answer_alike_or_say_that_they_differ(mode):
     with socket.socket() as free:
@@ -990,6 +991,7 @@ def test_importing_the_package_loads_neither_optuna_nor_sqlalchemy_and_a_hit_no_
     ).splitlines() == ["False False False", "False False", "32.0 False"]
 
 
+@pytest.mark.slow
 def test_tuning_under_jit_works_from_a_script_without_a_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

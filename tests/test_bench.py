@@ -319,6 +319,7 @@ def test_a_product_too_small_to_cut_has_no_neighbour():
     assert MatmulProblem(8, 4, 1).neighbour() is None
 
 
+@pytest.mark.slow
 def test_a_real_kernel_is_confirmed_on_a_ragged_neighbour():
     bench = Bench(MATMUL, MatmulProblem(64, 48, 32, dtype="float32"), CPU)
     assert bench.confirm("interpret", {"tile_m": 32, "tile_n": 16, "tile_k": 16, "minor": "n"}) is None

@@ -332,6 +332,7 @@ def test_a_text_that_no_problem_contains_is_told_with_those_there_are():
         matmul.chosen(H200, ["no such model"])
 
 
+@pytest.mark.slow
 def test_a_library_is_timed_in_several_fresh_processes_in_turn_and_a_kernel_in_one(tmp_path):
     gpu = Gpu(index="", uuid="fresh", driver="", free_bytes=4 * GIB)
     tasks = {}

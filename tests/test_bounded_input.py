@@ -21,6 +21,8 @@ from scheduler.measure.protocol import decode
 from scheduler.search import jobs
 from search_spaces.matmul import MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 COMMANDS = [
     "tune --replay FILE",
     "tune --job FILE",

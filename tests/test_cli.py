@@ -357,6 +357,7 @@ def test_doctor_leaves_no_trace_where_the_cache_would_be(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_here_is_one_sentence():
     env = os.environ | {"JAX_PLATFORMS": "cuda"}
     for command, status in (["doctor"], 1), (["tune", "matmul", *SMALL], 1), (["explain", "matmul", *SMALL], 1):
@@ -404,6 +405,7 @@ def test_a_defect_of_this_program_keeps_its_traceback():
     assert _of_a_user(raised.value) is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
     command = [sys.executable, "-m", "scheduler", "tune", "matmul", "m=128", "n=128", "k=128", "dtype=float32"]
     process = subprocess.Popen([*command, "--budget=500"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -455,6 +457,7 @@ def descendants(pid):
             yield from descendants(child)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)], ids=str
 )
@@ -477,6 +480,7 @@ def test_an_end_by_any_signal_waits_for_no_candidate_keeps_the_trials_and_leaves
     assert [trial.backend for trial in trials] == ["xla"]
 
 
+@pytest.mark.slow
 def test_a_candidate_that_hangs_is_given_up_after_the_time_that_was_allowed(store):
     tune = ["tune", ROOT / "tests" / "operations.py:FAULTY", "n=8", "script=ok hang", "--workers", 2]
     result = json.loads(run(*tune, "--run-timeout", 2, "--json")[0])

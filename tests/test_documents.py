@@ -59,6 +59,7 @@ def test_the_ten_lines_of_the_readme_run_and_are_ten():
     assert shape == "256, 512"
 
 
+@pytest.mark.slow
 def test_the_kernel_of_the_guide_is_searched_and_called(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(IMPORTS + python(GUIDE))
@@ -146,6 +147,7 @@ def test_figures_of_the_documents_are_those_of_the_results():
         assert f"| {results['matmul-nvidia-h200']['summary'][name]:.3f} |" in README, name
 
 
+@pytest.mark.slow
 def test_the_demo_finds_what_was_tuned():
     fields = ("m=32", "n=32", "k=32", "dtype=float32")
     assert "tuning it now" in run("examples/demo.py", *fields)

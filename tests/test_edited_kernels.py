@@ -37,6 +37,8 @@ from scheduler.store.store import Store
 from search_spaces import load
 from search_spaces.autotuned import names
 
+pytestmark = pytest.mark.slow_but_first
+
 ROOT = Path(__file__).parents[1]
 X = jnp.arange(16.0)
 HEAD = """
@@ -44,8 +46,6 @@ import contextlib, contextvars, dataclasses, enum, functools, operator, os, type
 import jax, jax.numpy as jnp, numpy as np
 import scheduler
 from jax.experimental import pallas as pl
-
-pytestmark = pytest.mark.slow_but_first
 """
 
 

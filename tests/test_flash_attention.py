@@ -163,6 +163,7 @@ def test_a_gradient_is_two_tuned_calls():
     assert not posed["flash_attention_backward"].lse_cotangent
 
 
+@pytest.mark.slow
 def test_deterministic_reaches_the_backward_problem_alone():
     q, k, v = draw()
     call = functools.partial(tuned_flash_attention, deterministic=True, scale=0.3)
@@ -181,6 +182,7 @@ def formula(q, k, v, softcap=None, **options):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v), jax.nn.logsumexp(logits, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backends", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_log_sum_exp_has_a_cotangent_and_logits_are_capped(softcap, backends):
@@ -200,6 +202,7 @@ def test_the_log_sum_exp_has_a_cotangent_and_logits_are_capped(softcap, backends
     close(only_lse, jax.grad(lambda q: formula(q, k, v, softcap)[1].sum())(q), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backends", BACKENDS)
 def test_a_query_that_sees_nothing_is_zero_and_has_no_gradient(backends):
     q, k, v = draw(q_len=20, kv_len=8)
@@ -220,6 +223,7 @@ def test_a_query_that_sees_nothing_is_zero_and_has_no_gradient(backends):
     assert all(jnp.isfinite(x).all() for x in (dq, dk, dv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backends", BACKENDS)
 def test_vmap_joins_the_batch_or_the_heads_of_a_group(backends):
     q, k, v = (jnp.stack(x) for x in zip(draw(0), draw(1), draw(2), strict=True))
@@ -247,6 +251,7 @@ def test_vmap_joins_the_batch_or_the_heads_of_a_group(backends):
     close(gradient(only), gradient(theirs), 1e-4)
 
 
+@pytest.mark.slow
 def test_scan_and_checkpoint_with_policies_agree():
     q, k, v = draw(kv_len=21)
 
@@ -264,6 +269,7 @@ def test_scan_and_checkpoint_with_policies_agree():
     close(run(functools.partial(tuned_flash_attention, backends="pallas")), run(plain), 1e-4)
 
 
+@pytest.mark.slow
 def test_forward_mode_raises_and_a_hessian_is_the_librarys():
     q, k, v = draw(batch=1, q_len=4, kv_len=5, heads=2, head_dim=8)
     with pytest.raises(TypeError, match="custom_vjp"):
@@ -276,6 +282,7 @@ def test_forward_mode_raises_and_a_hessian_is_the_librarys():
     close(second(tuned_flash_attention), second(plain), 1e-4)
 
 
+@pytest.mark.slow
 def test_three_axes_are_a_batch_of_one():
     q, k, v = (x[0] for x in draw())
     out, lse = tuned_flash_attention(q, k, v, return_lse=True, backends="pallas")

@@ -84,6 +84,7 @@ SCHEDULES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_value_of_every_choice_is_right_somewhere(schedule):
     queries = 5 if schedule.heads == "all" else 140

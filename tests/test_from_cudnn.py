@@ -15,7 +15,7 @@ from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.operation import MatchedEquation
 
-pytestmark = pytest.mark.slow_but_first
+pytestmark = pytest.mark.slow
 
 BINDING = "jax._src.cudnn.fused_attention_stablehlo"
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16

@@ -16,6 +16,8 @@ from scheduler.inspect.doctor import examine
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.target import Target
 
+pytestmark = pytest.mark.one_jax
+
 EVERY = (*TABLE, CPU)
 GPUS = [row for row in TABLE if row.platform == "cuda"]
 

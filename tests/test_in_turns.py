@@ -12,6 +12,8 @@ from scheduler.functions import comparison
 from scheduler.functions.comparison import Seconds, is_faster, margin_of, time_interleaved
 from scheduler.measure import gpu
 
+pytestmark = pytest.mark.one_jax
+
 
 def sleeping(seconds):
     def run():

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # In a process of its own, which it changes: of each operation JAX's own name, and the one that was remembered.
 PROGRAM = """
 import importlib
@@ -15,8 +19,6 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import jax_compat, load
 from search_spaces.lowering_compat import infer_layouts_sooner
-
-pytestmark = pytest.mark.slow
 
 inference = importlib.import_module("jax.experimental.mosaic.gpu.layout_inference")
 own, asks = inference.ValueSite.__str__, jax_compat.JAX_VERSION[:2] == (0, 11)

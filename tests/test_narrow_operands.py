@@ -11,7 +11,7 @@ from scheduler.measure.verification import mismatch
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.problem import RESULTS
 
-pytestmark = pytest.mark.slow_but_first
+pytestmark = pytest.mark.slow
 
 NARROW = {dtype: given for dtype, given in RESULTS.items() if jnp.dtype(dtype).itemsize == 1}
 PAIRS = [(dtype, out) for dtype, given in NARROW.items() for out in given]

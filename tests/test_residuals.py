@@ -23,6 +23,8 @@ from scheduler.model.cost import CostModel
 from scheduler.prediction.predict import MIN_GAIN_PROBABILITY, predict
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 KERNEL = MATMUL.kernel("mosaic_gpu")
 SEEN = tuple(ProblemPoint(MatmulProblem(m, 4096, 4096), 20e-6) for m in (64, 128, 256))
 

@@ -34,7 +34,7 @@ from search_spaces.kernel import Library
 from search_spaces.problem import nbytes
 from search_spaces.softmax import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
 
-pytestmark = pytest.mark.slow_but_first
+pytestmark = pytest.mark.slow
 
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
 ours = functools.partial(tuned_softmax, return_lse=True)

@@ -224,6 +224,7 @@ def extract(*words, flags=""):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=3"])
 def test_extract_makes_up_the_devices_of_a_mesh(step_file, flags):
     ran = extract(f"{step_file}:STEP", "--mesh", "data=4,model=4", "--hardware", "h200", flags=flags)
@@ -237,6 +238,7 @@ def test_extract_makes_up_the_devices_of_a_mesh(step_file, flags):
     assert "step.py:7" in ran.stderr
 
 
+@pytest.mark.slow
 def test_extract_takes_arrays_that_are_divided_and_a_function_s_own_mesh(step_file):
     arrays = "f32[32@data,64]", "f32[64,256@model]", "f32[256@model,64]"
     ran = extract(f"{step_file}:forward", *arrays, *MESH, "--json")
@@ -248,6 +250,7 @@ def test_extract_takes_arrays_that_are_divided_and_a_function_s_own_mesh(step_fi
     assert [task.problem.n for task in jobs.parse(ran.stdout)] == [16], ran.stderr
 
 
+@pytest.mark.slow
 def test_what_extract_cannot_divide_is_said_in_a_sentence(step_file):
     arrays = "f32[31@data,64]", "f32[64,256@model]", "f32[256@model,64]"
     ran = extract(f"{step_file}:forward", *arrays, *MESH)

@@ -84,7 +84,7 @@ def test_a_winner_whose_trials_were_not_shipped_is_not_said_to_come_of_none():
     assert re.search(r"48 trials \(budget 48, their times not kept beside the record\)", out)
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 def test_every_other_command_keeps_to_the_width(width, tmp_path):
     outs = [
         run("show", "matmul", *LARGE)[0],

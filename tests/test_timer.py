@@ -9,6 +9,8 @@ import pytest
 from scheduler.core.records import Measurement
 from scheduler.measure import timer
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture
 def taking(monkeypatch):

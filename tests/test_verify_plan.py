@@ -13,6 +13,8 @@ from scheduler import Plan, tune_function
 from scheduler.cli.app import app
 from scheduler.functions import in_context
 
+pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
+
 OWN = Path(__file__).with_name("test_tune_function.py")
 STEPS = f"""
 import sys
@@ -21,8 +23,6 @@ import jax.numpy as jnp
 from scheduler import tuned
 from search_spaces import load
 from test_tune_function import X, shy, sociable
-
-pytestmark = pytest.mark.slow
 
 def step():
     return (lambda x: sociable(x) + 1), (X,)
