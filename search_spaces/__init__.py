@@ -103,7 +103,7 @@ def value_of(place: str) -> Any:
     if not hasattr(module, attribute):
         from search_spaces.space import unknown
 
-        public = {each: value for each, value in vars(module).items() if each[:1] != "_"}
+        public = {each: value for each, value in list(vars(module).items()) if each[:1] != "_"}
         held = [each for each, value in public.items() if run_by(value) is not None]
         held = held or [each for each, value in public.items() if isinstance(value, types.FunctionType)]
         raise AttributeError(f"{module_name} has no attribute {unknown(attribute, held)}")
