@@ -103,7 +103,7 @@ def value_of(place: str) -> Any:
     if not hasattr(module, attribute):
         from search_spaces.space import unknown
 
-        public = {each: value for each, value in list(vars(module).items()) if each[:1] != "_"}
+        public = {each: value for each, value in vars(module).items() if each[:1] != "_"}
         held = [each for each, value in public.items() if run_by(value) is not None]
         held = held or [each for each, value in public.items() if isinstance(value, types.FunctionType)]
         raise AttributeError(f"{module_name} has no attribute {unknown(attribute, held)}")
@@ -193,8 +193,10 @@ _places: weakref.WeakKeyDictionary[Operation[Any], _Place] = weakref.WeakKeyDict
 def _held(wanted: Callable[[Any], bool]) -> _Place | None:
     """Returns the first place with a wanted value; a place in a script only if no module has one."""
     script: _Place | None = None
-    for module_name, module in list(sys.modules.items()):
-        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+    # Another thread may import meanwhile. `list` of a dict's items is not atomic: it may start a garbage collection,
+    # whose callbacks let other threads run. A copy is.
+    for module_name, module in sys.modules.copy().items():
+        for attribute, value in getattr(module, "__dict__", {}).copy().items():
             if wanted(value):
                 file = getattr(module, "__file__", None)
                 if module_name not in SCRIPT and not module_name.startswith(LOADED_FILE):

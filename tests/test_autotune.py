@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -506,6 +507,28 @@ def test_where_an_operation_was_found_is_remembered_as_long_as_it_is_there(monke
     assert locate(operation) == "holds_it:there"
     del module.there
     assert locate(operation) is None
+
+
+def test_an_operation_is_located_while_another_thread_imports():
+    """The garbage collector lets other threads run within a call: its callback imports here as another thread would."""
+    imported = []
+
+    def import_one(phase, info):
+        if phase == "start":
+            imported.append(f"imported_{len(imported)}")
+            sys.modules[imported[-1]] = types.ModuleType(imported[-1])
+
+    before = gc.get_threshold()
+    try:
+        gc.callbacks.append(import_one)
+        gc.set_threshold(5)
+        assert locate(added(name="nowhere").operation) is None
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(import_one)
+        for name in imported:
+            del sys.modules[name]
+    assert imported
 
 
 def test_a_function_of_a_function_works_in_this_process_and_no_worker_can_load_it():

@@ -96,7 +96,7 @@ def _apart(call: Callable[[], str]) -> str:
     During the import of a module, `call` runs in the current thread: that thread holds the import lock, so an import
     inside a kernel would block a new thread forever.
     """
-    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
+    specs = (getattr(module, "__spec__", None) for module in sys.modules.copy().values())
     importing = any(getattr(spec, "_initializing", False) for spec in specs)
     return call() if importing else in_fresh_thread(call)
 
