@@ -264,7 +264,7 @@ class Bench:
                 poison = self._checks[problem].poison(call % 2 == 1)
                 try:
                     actual = candidate.run(poison, *draw.inputs)
-                    wrong = self._compared(candidate, problem, draw, actual)()
+                    wrong = self._start_comparison(candidate, problem, draw, actual)()
                 except jax.errors.JaxRuntimeError as error:
                     return first_line(error)
                 if wrong:
@@ -273,7 +273,9 @@ class Bench:
             self._results.append(actual)
         return None
 
-    def _compared(self, candidate: Built, problem: Problem, draw: Draw, actual: Results) -> Callable[[], str | None]:
+    def _start_comparison(
+        self, candidate: Built, problem: Problem, draw: Draw, actual: Results
+    ) -> Callable[[], str | None]:
         """Starts the comparison of results with their reference; returns a function that returns the first error."""
         compare, tolerance = self._checks[problem].comparisons, draw.tolerance or candidate.tolerance
         return start_comparison(problem, actual, draw.expected, tolerance, draw.rows, compare)
@@ -301,7 +303,7 @@ class Bench:
                     measured = timed(REPEATS_BELOW_BOUND * repetitions)
                 calls = self._calls - before
                 last = list(self._results)[-min(calls, COMPARED_TIMES) :]
-                started = [self._compared(candidate, self._problem, self._draw, actual) for actual in last]
+                started = [self._start_comparison(candidate, self._problem, self._draw, actual) for actual in last]
                 wrong = next((found for ended in started if (found := ended())), None)
             except RuntimeError as error:
                 return Failure("time", first_line(error))

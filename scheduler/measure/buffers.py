@@ -1,4 +1,4 @@
-"""Programs that fill the buffers of a bench: copies of its operands, and results with wrong values."""
+"""The buffers of a bench and the memory that they need, and the compiled programs that fill them and check results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowers and compiles one candidate, and moves compiled programs between processes."""
+"""Lowers and compiles one candidate, describes its exceptions, and moves compiled programs between processes."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from typing import IO, NoReturn
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
 KILLED_WITHIN_S = 30.0  # a driver may keep a killed process that hangs on its device alive for seconds
-# How long a client waits for a reply. The first reply comes when the server has imported its modules.
-REPLY_LIMIT_S = 180.0
+# How long a process may take to start, which includes its imports.
+START_LIMIT_S = 180.0
 POLL_S = 0.005
 # A request to fork; any other request is the id of a process whose exit status is wanted.
 _FORK, _RUNNING, _REFUSED = b"fork", b"running", b"!"
@@ -39,7 +39,7 @@ class ForkServer:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._channel, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.settimeout(REPLY_LIMIT_S)
+        self._channel.settimeout(START_LIMIT_S)
         self._lock = threading.Lock()
         with end:
             self._process = start(command, environment, end, self._said)

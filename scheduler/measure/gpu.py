@@ -1,4 +1,4 @@
-"""Describes one GPU with data from NVIDIA's driver."""
+"""Describes one GPU with data from NVIDIA's driver, and serializes the measurements on it with a file lock."""
 
 from __future__ import annotations
 

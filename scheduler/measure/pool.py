@@ -58,7 +58,8 @@ def start_runner(
     `options` names a chip that is absent, the runner estimates times with the compiler of that chip.
 
     Args:
-      compilers, processes: as in `Pool`; processes that no pool takes are stopped.
+      compilers: as in `Processes`.
+      processes: as in `Pool`; processes that no pool takes are stopped.
 
     Raises:
       WorkerError: there is no GPU of this index; its processes cannot start; `workers` is given, or the chip is absent,
@@ -81,19 +82,21 @@ def start_runner(
             "waits for one that hangs"
         )
         return InProcess()
-    if processes is not None:
-        return Pool(processes.gpu, options, processes=processes)
-    return open_runner(options, compilers)
+    return open_runner(options, compilers, processes)
 
 
-def open_runner(options: RunnerOptions, compilers: Compilers | None = None) -> Runner:
+def open_runner(
+    options: RunnerOptions, compilers: Compilers | None = None, processes: Processes | None = None
+) -> Runner:
     """Starts a runner for any operation that another process can load; raises as `start_runner` does."""
     if (away := _not_here(options)) is not None:
         return AheadOfTime(away, options)
-    gpu = Gpu.wanted(options.device)
-    if gpu is None and options.workers is None:
-        return InProcess()
-    return Pool(gpu or Gpu.none(), options, compilers)
+    if processes is None:
+        gpu = Gpu.wanted(options.device)
+        if gpu is None and options.workers is None:
+            return InProcess()
+        processes = Processes(gpu or Gpu.none(), options.workers, options.keep_programs, compilers)
+    return Pool(processes.gpu, options, processes)
 
 
 def _not_here(options: RunnerOptions) -> Hardware | None:
@@ -127,9 +130,7 @@ class Pool:
     Args:
       gpu: the device.
       options: the number of compile processes, and the timeouts.
-      compilers: compile processes that are shared with other pools of this host; the pool does not close them. By
-        default the pool starts its own.
-      processes: the processes of the pool, if they were started before; the pool stops them.
+      processes: the processes of the pool, which stops them. By default the pool starts its own.
 
     Raises:
       WorkerError: too little GPU memory is free; or the measuring process does not start and the chip cannot be
@@ -137,15 +138,9 @@ class Pool:
       UnknownChip: the chip is not in the table of chips.
     """
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        options: RunnerOptions | None = None,
-        compilers: Compilers | None = None,
-        processes: Processes | None = None,
-    ) -> None:
+    def __init__(self, gpu: Gpu, options: RunnerOptions | None = None, processes: Processes | None = None) -> None:
         options = options or RunnerOptions()
-        self._processes = processes or Processes(gpu, options.workers, options.keep_programs, compilers)
+        self._processes = processes or Processes(gpu, options.workers, options.keep_programs)
         self._gpu, self._memory_bytes = gpu, gpu.free_bytes - CONTEXT_BYTES
         self._compilers, self._measuring = self._processes.compilers, self._processes.measuring
         # While another pool times its finalists, this pool compiles on more than its share of the processes.

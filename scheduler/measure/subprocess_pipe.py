@@ -25,8 +25,6 @@ from scheduler.core.interrupts import WAKE_S
 from scheduler.measure.fork_server import KILLED_WITHIN_S, Forked, ForkServer, last_words, start
 from scheduler.measure.protocol import Message, StepStarted, decode, encode
 
-# In seconds.
-START_LIMIT_S = 180.0
 LONGEST_MESSAGE_BYTES = 2**26
 
 Limit = Callable[[str], float | None]

@@ -164,22 +164,14 @@ def _started(
         return lambda: different
     run = compare or functools.partial(_compare, axis=axis)
     off, *found = run(actual, expected, rows, *_allowed(tolerance))
-    return lambda: _description(actual, expected, rows, axis, *found) if int(off) else None
+    return lambda: _description(actual, expected, rows, axis, found) if int(off) else None
 
 
 def _description(
-    actual: jax.Array,
-    expected: jax.Array,
-    rows: Rows | None,
-    axis: int,
-    wrong: jax.Array,
-    worst: jax.Array,
-    got: jax.Array,
-    right: jax.Array,
-    allowed: jax.Array,
-    unwritten: jax.Array,
+    actual: jax.Array, expected: jax.Array, rows: Rows | None, axis: int, found: Sequence[jax.Array]
 ) -> str:
-    """Describes the error of a result, from the values that `_compare` returns."""
+    """Describes the error of a result, from the values that `_compare` returns after the first."""
+    wrong, worst, got, right, allowed, unwritten = found
     if int(wrong):
         index = [int(i) for i in np.unravel_index(int(worst), expected.shape)]
         if rows is not None:
