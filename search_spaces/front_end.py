@@ -1,4 +1,4 @@
-"""Reasons why no kernel supports given arrays, common to all operations."""
+"""Common code of front ends: reasons why no kernel supports given arrays, and axes split into several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `extract`: writes the problems of a function as a job."""
+"""The commands `extract` and `shards`: list the problems of a function, and of one device of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `list`: lists stored schedules."""
+"""The commands `list` and `report`: show stored schedules in a terminal and as an HTML page."""
 
 from __future__ import annotations
 

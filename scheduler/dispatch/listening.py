@@ -1,4 +1,4 @@
-"""Recording of the problems that a call queries. Nothing is looked up, and the library runs."""
+"""Records the problems that calls query, without a lookup; and digests what the selection for a sharded call reads."""
 
 from __future__ import annotations
 

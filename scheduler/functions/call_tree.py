@@ -1,4 +1,4 @@
-"""Represents a call as a pytree: the function without partials, the values it holds, and its arguments."""
+"""Represents a call as a pytree (function, held values, arguments), and finds the modules that the function holds."""
 
 from __future__ import annotations
 

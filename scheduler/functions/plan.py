@@ -1,4 +1,4 @@
-"""Applies a plan to the tuned calls within a context: `plan()`."""
+"""Applies a plan to the tuned calls within a context (`plan()`), and checks whether a plan is still valid."""
 
 from __future__ import annotations
 

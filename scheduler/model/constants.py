@@ -1,4 +1,4 @@
-"""Lookup of the cost model's constants for a kernel on a chip: the user's own, the shipped, or the defaults."""
+"""Finds the cost model's constants of a kernel on a chip, and corrects the model's times by measured problems."""
 
 from __future__ import annotations
 

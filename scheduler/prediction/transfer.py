@@ -1,4 +1,4 @@
-"""Finds records of similar problems, and weights what they imply for a problem that was not measured."""
+"""Finds valid records of similar problems, and weights what they imply for a problem that was not measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures every schedule of a problem, or a random sample, into a recording."""
+"""Records sweeps (measurements of every schedule of a problem, or of a sample), and collects recorded measurements."""
 
 from __future__ import annotations
 

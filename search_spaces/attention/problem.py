@@ -1,4 +1,4 @@
-"""The scaled dot-product attention problem: shapes, and the keys that each query sees."""
+"""The scaled dot-product attention problem: shapes, the keys that each query sees, and its sharding."""
 
 from __future__ import annotations
 

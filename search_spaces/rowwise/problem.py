@@ -1,4 +1,4 @@
-"""Problems on rows: extents, dtype, tolerance and neighbour, independent of the formula."""
+"""Problems on rows, independent of the formula: extents, tolerance, neighbour, front end, batching and sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formula of a row-wise kernel as hooks: a reduction of a row, and a function of each element and the reduction.
+"""The formula of a row-wise kernel as hooks, and kernels of any formula by XLA and by the interpreter.
 
 The reduced row is `Reduction.prologue` of the operands that are rows; it may itself be a result.
 """

@@ -1,4 +1,4 @@
-"""The report's article on one record: why this schedule, how certain that is, and how to tune it again."""
+"""The overview of a report, and its article on each record: why this schedule, how certain, how to tune it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds HTML as a tree of elements and text, so that no text of a record becomes markup."""
+"""Collects the records of a report and draws their plots; builds HTML as a tree, so that no text becomes markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a CTA: arrays in device memory and shared memory, barriers, and its tiles."""
+"""The state of a CTA (arrays, barriers, tiles), and the online softmax of the rows of a warpgroup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel: the roles of the warpgroups of a CTA, and the producer.
+"""Flash attention forward on Hopper: supported problems, the launch, the roles of the warpgroups, and the producer.
 
 A producer warpgroup loads blocks of keys and values by TMA into two pipelines of `stages` each. Each consumer computes
 64 rows of queries and overlaps its softmax with its own products, as in FlashAttention-3. At each step it issues

@@ -1,4 +1,4 @@
-"""The schedule of flash attention forward on Hopper."""
+"""The schedule of flash attention forward on Hopper, and its derived extents, tiles and numbers of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel: the shared memory of a CTA, and the roles of its warpgroups.
+"""The kernel and its Pallas call: the shared memory of a CTA, the roles of its warpgroups, and the epilogue.
 
 A persistent CTA computes one tile of the result after another (see tile_scheduler.py for the order). Its producer
 warpgroup loads the operands of each step of k by TMA into a pipeline of `stages`. Its consumers multiply them, and

@@ -1,4 +1,4 @@
-"""The matmul on Hopper: supported problems, and the launch of one matmul.
+"""The matmul on Hopper: supported problems and launches, with transposed operands and in float32.
 
 **Split-K.** If the tiles of a result leave SMs idle, CTAs share a tile. With cluster split-K two CTAs reduce their
 accumulators through DSMEM (plan.py). For more splits, `split_k` CTAs each write their accumulators to device

@@ -1,4 +1,4 @@
-"""The main loop of a consumer: accumulates a tile from the steps that the producer loads."""
+"""The state of a CTA (operands, scales, buffers), and the main loop, in which a consumer accumulates a tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a launch, known before tracing: tilings, SMEM layouts, scratch."""
+"""The plan of a launch, known before tracing: tilings, SMEM layouts, scratch, and the reduction within a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel: a CTA computes one tile; cp.async copies operands some steps ahead of the warps that multiply.
+"""The matmul by warp-level MMA, in which a CTA computes one tile and cp.async copies operands some steps ahead.
 
 All threads copy and multiply, as in CUTLASS' multistage main loop. The fragments for the last instruction along k of a
 step are the last ones read from its stage. Threads then wait for their own copies of the next stage, and for each

@@ -1,4 +1,4 @@
-"""Register-resident rows: a block loads all of its rows into registers, reduces them, and stores their results."""
+"""Resident rows: a block loads its rows, or parts of a row, into registers or SMEM at once, and reduces them."""
 
 from __future__ import annotations
 

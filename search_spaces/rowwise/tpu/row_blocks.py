@@ -1,4 +1,4 @@
-"""Loops over a block in VMEM, a few rows and a few fragments of them at a time, to fit the registers."""
+"""The TPU kernels on rows: blocks of whole rows, long rows in chunks, and the loops over a block in VMEM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules of row-wise kernels on TPUs."""
+"""The schedules of row-wise kernels on TPUs, their search space, and their footprint."""
 
 from __future__ import annotations
 
