@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import io
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import api_util, checkify, config
+from jax._src import api_util, checkify, config, source_info_util
 from jax._src.interpreters import mlir
 from jax._src.pallas.pallas_call import pallas_call_p
 from jax.experimental import jet
@@ -208,3 +209,26 @@ def let_jet_see(primitive: Primitive, name: Callable[..., str], formula: Callabl
 
     rules: dict[Any, Any] = jet.jet_rules
     rules[primitive] = expand
+
+
+# ------------------------------------------------------------------------------
+# Private JAX APIs for jaxprs: evaluate one equation, and lower a trace with another jaxpr.
+
+
+def evaluate_equation(equation: Any, *args: Any) -> list[Any]:
+    """Returns the results of an equation of a jaxpr; a trace of them keeps the equation's source line and scope."""
+    name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
+    with (
+        source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack),
+        equation.ctx.manager,
+    ):
+        results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def with_jaxpr(traced: Any, jaxpr: Any) -> Any:
+    """Returns a copy of the result of a `jax.jit` trace that lowers `jaxpr`, of the same arguments and results."""
+    other = copy.copy(traced)
+    other._params = {**traced._params, "jaxpr": jaxpr}
+    other._lojax = None
+    return other

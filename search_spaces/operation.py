@@ -105,6 +105,8 @@ class Operation(Generic[P]):
         the result, the order of its axes in memory; None if it is the axes' own order.
       recognise: ``recognise(node)`` -> `Recognised` if an equation of a graph (`search_spaces.recognise`) is the last
         of several that compute this operation, else None. It must not recognise other computations.
+      regions: ``regions(graph)`` -> for each part of a `recognise.Graph` that calls of this operation can replace a
+        `recognise.Region`, and for each that only looks so a `recognise.Left`.
       shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.
         Default: None for any problem; the library, which XLA partitions itself, is then used.
 
@@ -125,6 +127,7 @@ class Operation(Generic[P]):
     front_end: Callable[..., BoundCall[P] | Unsupported] | None = None
     equations: Mapping[Any, Callable[..., MatchedEquation[P] | str]] = dataclasses.field(default_factory=dict)
     recognise: Callable[[Any], Any] | None = None
+    regions: Callable[[Any], Any] | None = None
     shard: Callable[[P], Sharding[P] | None] | None = None
 
     def __post_init__(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
-from search_spaces import fingerprint
+from search_spaces import fingerprint, lowering_compat
 from search_spaces.problem import Problem
 
 # ------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ class Value:
 
     Attributes:
       node: the equation that makes it; None for arguments and constants.
-      literal: its number if it is a literal of the jaxpr; else None.
+      literal: its number if it is a literal of the jaxpr, or its value if it is a constant; else None.
     """
 
     shape: tuple[int, ...]
@@ -63,13 +64,74 @@ class Node:
         return self.equation.params
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inlined:
+    """A call that the graph replaces by its body.
+
+    Attributes:
+      items: the equations and calls of the body, in order.
+      results: the arrays that the call returns; arrays of the body.
+    """
+
+    equation: Any
+    inputs: tuple[Value, ...]
+    items: list[Node | Inlined]
+    results: tuple[Value, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A jaxpr as arrays and equations.
+
+    Attributes:
+      items: the equations and the inlined calls, in order.
+      values: the array of each variable of the jaxpr.
+    """
+
+    jaxpr: Any
+    items: list[Node | Inlined]
+    values: Mapping[Any, Value]
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """The equations in order, with inlined calls replaced by their bodies."""
+        return _flat(self.items)
+
+    @property
+    def results(self) -> list[Value]:
+        """The arrays that the jaxpr returns, without literals."""
+        return [self.values[atom] for atom in self.jaxpr.outvars if not isinstance(atom, core.Literal)]
+
+
+def graph(
+    jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({}), calls: frozenset[str] | None = None
+) -> Graph:
+    """Returns the graph of a jaxpr.
+
+    Args:
+      known: arrays of its arguments, as far as they are known.
+      calls: names of the primitives whose bodies are inlined; None inlines all `CALLS`.
+    """
+    values = dict(known)
+    items = _items(jaxpr, values, CALLS if calls is None else calls)
+    return Graph(jaxpr, items, values)
+
+
 def nodes(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({})) -> list[Node]:
     """Returns the equations of a jaxpr in order, with calls replaced by their bodies.
 
     Args:
-      known: values of its arguments, as far as they are known.
+      known: arrays of its arguments, as far as they are known.
     """
-    return list(_nodes(jaxpr, dict(known)))
+    return list(graph(jaxpr, known).nodes)
+
+
+def _flat(items: Iterable[Node | Inlined]) -> Iterator[Node]:
+    for item in items:
+        if isinstance(item, Node):
+            yield item
+        else:
+            yield from _flat(item.items)
 
 
 def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
@@ -83,43 +145,57 @@ def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
     return dict(zip(jaxpr.invars, node.inputs[1:], strict=True)) if node.name == "cond" else {}
 
 
-def body(equation: Any) -> Any:
-    """Returns the jaxpr that a call runs; None if the equation is no call."""
-    if equation.primitive.name not in CALLS:
+def body(equation: Any, calls: frozenset[str] = CALLS) -> Any:
+    """Returns the jaxpr that a call runs, with its constants; None if the equation is no call of these primitives."""
+    if equation.primitive.name not in calls:
         return None
     held = list(fingerprint.held_jaxprs(equation))
     inner = fingerprint.opened_jaxpr(held[0]) if len(held) == 1 else None
-    return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
+    return held[0] if inner is not None and len(inner.invars) == len(equation.invars) else None
 
 
-def _nodes(jaxpr: Any, known: dict[Any, Value]) -> Iterator[Node]:
+def constants(jaxpr: Any) -> dict[Any, Value]:
+    """Returns the arrays that a closed jaxpr holds, by their variables."""
+    held = zip(fingerprint.opened_jaxpr(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=False)
+    return {atom: Value(atom.aval.shape, atom.aval.dtype, literal=x) for atom, x in held}
+
+
+def _items(jaxpr: Any, known: dict[Any, Value], calls: frozenset[str]) -> list[Node | Inlined]:
     def value_of(atom: Any) -> Value:
         if isinstance(atom, core.Literal):
             return _literal(atom)
         if atom not in known:
-            known[atom] = Value(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None))
+            known[atom] = _value(atom)
         return known[atom]
 
+    items: list[Node | Inlined] = []
     for equation in jaxpr.eqns:
         inputs = tuple(map(value_of, equation.invars))
-        inner = body(equation)
-        if inner is not None:
-            within = dict(zip(inner.invars, inputs, strict=True))
-            yield from _nodes(inner, within)
-            for mine, its in zip(equation.outvars, inner.outvars, strict=True):
-                if isinstance(its, core.Literal):
-                    known[mine] = _literal(its)
-                else:
-                    known[mine] = within.get(its) or Value(its.aval.shape, its.aval.dtype)
+        closed = body(equation, calls)
+        if closed is not None:
+            inner = fingerprint.opened_jaxpr(closed)
+            within = constants(closed) | dict(zip(inner.invars, inputs, strict=True))
+            held = _items(inner, within, calls)
+            results = tuple(
+                _literal(atom) if isinstance(atom, core.Literal) else within.get(atom) or _value(atom)
+                for atom in inner.outvars
+            )
+            known.update(zip(equation.outvars, results, strict=True))
+            items.append(Inlined(equation, inputs, held, results))
             continue
         node = Node(equation.primitive.name, equation, inputs)
         for each in inputs:
             if each.node is not None:
                 each.node.users.append(node)
         for atom in equation.outvars:
-            known[atom] = Value(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None), node)
+            known[atom] = _value(atom, node)
             node.results.append(known[atom])
-        yield node
+        items.append(node)
+    return items
+
+
+def _value(atom: Any, node: Node | None = None) -> Value:
+    return Value(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None), node)
 
 
 def _literal(atom: Any) -> Value:
@@ -155,6 +231,58 @@ class Recognised:
     nodes: frozenset[Node]
     shown: tuple[Node, ...]
     call: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """Arrays of a region that one tuned call computes.
+
+    Attributes:
+      operation: of the call; None means the operation that found the region.
+      params: parameters of the call.
+      inputs: the arrays that the stage reads.
+      results: the arrays that the stage computes. There may be none: a later stage may need what it hands on.
+      run: ``run(call, handed_on, *inputs)`` returns the results, and what the next stage reads besides its inputs.
+        ``call(*operands)`` is the tuned call.
+    """
+
+    operation: Any
+    problem: Problem
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[Value, ...]
+    results: tuple[Value, ...]
+    run: Callable[..., tuple[tuple[Any, ...], Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Equations that tuned calls can replace as a whole.
+
+    Attributes:
+      stages: in the order in which they run.
+      roots: the arrays that determine all inputs and results, for a comparison with the equations.
+      shown: the equations whose source lines are reported.
+    """
+
+    stages: tuple[Stage, ...]
+    roots: tuple[Value, ...]
+    shown: tuple[Node, ...]
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return tuple(x for stage in self.stages for x in stage.results)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Left:
+    """Equations that look like a region, but that no tuned call may replace.
+
+    Attributes:
+      shown: the equation whose source line is reported.
+    """
+
+    reason: str
+    shown: Node
 
 
 def strip(value: Value) -> Value:
@@ -282,3 +410,87 @@ def same(one: Value, other: Value, steps: int = 6) -> bool:
         return False
     alike = x.results.index(one) == y.results.index(other) and len(x.inputs) == len(y.inputs)
     return alike and all(same(a, b, steps - 1) for a, b in zip(x.inputs, y.inputs, strict=True))
+
+
+# ------------------------------------------------------------------------------
+# Equations of a graph as a program: in order, as text, and evaluated.
+
+
+class Unknown(Exception):
+    """Equations are not those that a tuned call computes; says why."""
+
+
+# Equations that no region contains: their bodies are not read.
+_OPAQUE = ("scan", "while", "cond", "pallas_call")
+
+
+def equations_between(
+    results: Iterable[Value], known: Iterable[Value], products: Iterable[Node] | None = None
+) -> list[Node]:
+    """Returns the equations that compute `results` from known arrays, in order.
+
+    Args:
+      products: the products that may be among the equations, besides those that compute the results; None allows any.
+
+    Raises:
+      Unknown: the equations read another array, or are not those of a region.
+    """
+    order: list[Node] = []
+    ends, seen = {id(x) for x in known}, set[int]()
+    allowed = None if products is None else {id(node) for node in products}
+
+    def visit(value: Value, last: bool) -> None:
+        node = value.node
+        if id(value) in ends or value.literal is not None:
+            return
+        if node is None:
+            raise Unknown(f"it reads {value.dtype}{list(value.shape)} besides its operands")
+        if id(node) in seen:
+            return
+        if node.name == "dot_general" and not last and allowed is not None and id(node) not in allowed:
+            raise Unknown("another product is computed from its operands")
+        if node.name.startswith(("random", "threefry")):
+            raise Unknown("it contains random numbers, as of a dropout")
+        if node.name in _OPAQUE or node.equation.effects:
+            raise Unknown(f"it contains {node.name}")
+        seen.add(id(node))
+        for x in node.inputs:
+            visit(x, last=False)
+        order.append(node)
+
+    for result in results:
+        visit(result, last=True)
+    return order
+
+
+def program_text(nodes: Sequence[Node], known: Sequence[Value], results: Sequence[Value]) -> str:
+    """Returns equations as text that is equal for equal programs."""
+    names = {id(x): f"a{i}:{x.dtype}{x.shape}" for i, x in enumerate(known)}
+
+    def name(x: Value) -> str:
+        if id(x) in names or x.literal is None:
+            return names[id(x)]
+        return f"{np.asarray(x.literal).tobytes()!r}{x.dtype}{x.shape}"
+
+    texts = []
+    for number_of, node in enumerate(nodes):
+        texts.append(f"{node.name}({','.join(map(name, node.inputs))}){node.params}")
+        names |= {id(x): f"{number_of}.{i}" for i, x in enumerate(node.results) if id(x) not in names}
+    return f"{';'.join(texts)}->{','.join(map(name, results))}"
+
+
+def evaluate(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[Value]) -> list[Any]:
+    """Computes arrays by equations in order.
+
+    Args:
+      known: arrays that are given, by the ``id`` of their values.
+    """
+    values = dict(known)
+
+    def read(x: Value) -> Any:
+        return values[id(x)] if id(x) in values else x.literal
+
+    for node in nodes:
+        found = lowering_compat.evaluate_equation(node.equation, *map(read, node.inputs))
+        values.update((id(x), each) for x, each in zip(node.results, found, strict=True) if id(x) not in known)
+    return [read(x) for x in results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,16 @@ from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
 from scheduler.dispatch import dispatch, planned
 from scheduler.dispatch.dispatch import ON_A_MESH, Options
-from scheduler.dispatch.primitive import tuned_call_p
-from scheduler.functions import comparison, equations
+from scheduler.dispatch.primitive import tuned_call, tuned_call_p
+from scheduler.functions import comparison, equations, rewriting
 from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
+from scheduler.functions.rewriting import Rewriter, Rewritten, TunedCall
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import OPERATIONS, load, lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.recognise import Region
 
 Run = functools.partial[Any]  # a compiled function with its arrays
 # Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
@@ -171,6 +173,7 @@ class Replaced:
 
     Attributes:
       reason: Why this schedule was selected.
+      line: The line of the user's code whose equations it replaces as a region; "" for single equations.
     """
 
     operation: str
@@ -178,9 +181,11 @@ class Replaced:
     backend: str
     schedule: str
     reason: str
+    line: str = ""
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason})"
+        at = f", for {self.line}" if self.line else ""
+        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason}){at}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,22 +211,33 @@ def selected_backends() -> Mapping[Any, Operation[Any]]:
 
 
 def lower_with_kernels(
-    traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None
+    traced: Any,
+    options: Mapping[str, Options],
+    platforms: tuple[str, ...] | None = None,
+    *,
+    regions_on: str | None = None,
 ) -> Lowered:
-    """Lowers the result of a `jax.jit` trace, replacing equations for which a kernel is selected.
+    """Lowers the result of a `jax.jit` trace, replacing regions and equations for which a kernel is selected.
 
-    If XLA or a vendor's library is selected, JAX's own equation is kept unchanged, so that XLA fuses it as usual.
+    If XLA or a vendor's library is selected for a single equation, JAX's own equation is kept unchanged, so that XLA
+    fuses it as usual. A region is also replaced by a vendor's library, which JAX's equations do not reach.
 
     Args:
       options: Operation name -> options for selecting its kernel.
       platforms: Platforms to lower for. None uses the platform of the arguments.
+      regions_on: The platform of this process on which regions are compared and replaced. None replaces no region.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
-    around = equations.layouts_around(traced.jaxpr, selected_backends().keys())
     replaced: dict[Replaced, None] = {}
     left: collections.Counter[str] = collections.Counter()
+    if regions_on is not None:
+        rewritten = _with_regions(traced.jaxpr, options, regions_on)
+        traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
+        left.update(rewritten.left)
+        replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
+    around = equations.layouts_around(traced.jaxpr, selected_backends().keys())
 
     def answer(
         primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
@@ -255,3 +271,30 @@ def lower_with_kernels(
     answers = {primitive: functools.partial(answer, primitive) for primitive in selected_backends()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
     return Lowered(lowered, tuple(replaced), dict(left))
+
+
+def _with_regions(jaxpr: Any, options: Mapping[str, Options], platform: str) -> Rewritten:
+    def unless(operation: Operation[Any], problem: Problem) -> str | None:
+        try:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+        except NoCandidate as error:
+            return str(error)
+        reason = f"{found.kernel.backend} answers {operation.name} {problem}: {found.reason}"
+        return reason if found.kernel.library else None
+
+    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
+        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
+
+    def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
+        return rewriting.disagreement(region, calls, key=tuple(options.values()))
+
+    return Rewriter(unless, call, check).rewrite(jaxpr)
+
+
+def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
+    for each in rewritten.replaced:
+        for operation, problem in each.calls:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            schedule = schedule_text(dataclasses.asdict(found.schedule))
+            line = "" if each.line is None else f"{each.line.file}:{each.line.line}"
+            yield Replaced(operation.name, problem, found.kernel.backend, schedule, found.reason, line)

@@ -137,6 +137,8 @@ def _typed(x: Any) -> str:
     return type(x).__name__
 
 
+# JAX's names of platforms of devices -> its names in lowering, where they differ.
+_PLATFORMS = {"gpu": "cuda"}
 # Reasons to use XLA's version without timing.
 SEVERAL_PROCESSES = (
     "each process of a job would decide for itself, and perhaps another way than the others: give them one plan "
@@ -217,7 +219,7 @@ class Trial:
                 f"it has side effects ({kinds}), and trying it both ways would have them several times"
             )
         try:
-            lowered = in_context.lower_with_kernels(traced, self.options)
+            lowered = in_context.lower_with_kernels(traced, self.options, regions_on=self._platform())
             if not lowered.replaced:
                 return self._decided(NOTHING_REPLACED, lowered)
             if several:
@@ -228,6 +230,12 @@ class Trial:
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return self._doubted(f"trying the tuned version failed: {what}")
+
+    def _platform(self) -> str | None:
+        """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
+        devices = self.given.devices() or jax.local_devices()[:1]
+        platform: str = devices[0].platform
+        return (_PLATFORMS.get(platform, platform)) if len(devices) == 1 else None
 
     def _tried(self, lowered: Lowered, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()

@@ -1,7 +1,7 @@
 """Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
 
 from search_spaces import jax_compat
-from search_spaces.flash_attention import cudnn, front_end, recognise
+from search_spaces.flash_attention import cudnn, front_end, regions
 from search_spaces.flash_attention.cudnn import CudnnFlashAttention
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
@@ -28,7 +28,8 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_bwd=front_end.vjp_bwd,
     front_end=front_end.bind,
     equations={jax_compat.CUDNN_ATTENTION: cudnn.problem_of_equation},
-    recognise=recognise.recognise,
+    recognise=regions.recognise,
+    regions=regions.find,
     shard=front_end.shard,
 )
 

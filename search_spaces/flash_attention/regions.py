@@ -1,0 +1,824 @@
+"""Finds attention and its gradients in the jaxpr of any code, before or after differentiation.
+
+A softmax between two products is recognised from its equations. The products that consume its probabilities, or the
+cotangents of its logits, are then attributed by the axes that they contract: the result contracts keys with values, the
+gradient of the queries contracts keys with keys, and the gradients of keys and values contract queries. Everything that
+such a product reads, back to queries, keys, values and the cotangent of the result, must be known; otherwise the
+attention is left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.flash_attention.masks import MASKED, Band, band, bias_band, constant
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
+from search_spaces.recognise import (
+    Graph,
+    Left,
+    Node,
+    Recognised,
+    Region,
+    Stage,
+    Unknown,
+    Value,
+    between,
+    casts,
+    equations_between,
+    number,
+    reduced,
+    same,
+    strip,
+)
+
+# An axis of the logits: its extent, and its number among the axes of the first product.
+Axis = tuple[int, int]
+# The axes that an axis of an array combines, the outer one first. Axes of extent 1 are left out.
+Axes = tuple[Axis, ...]
+# The number of an axis of features, and of a query axis of extent 1.
+FEATURES, NO_AXIS = -1, -2
+
+# Primitives that keep the axes of an operand of the same shape.
+_ELEMENTWISE = frozenset(
+    """abs add add_any and clamp convert_element_type copy copy_p div eq exp exp2 expm1 ge gt integer_pow is_finite le
+    log log1p logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rsqrt select_n
+    sharding_constraint sign sqrt square stop_gradient sub tanh xor""".split()
+)
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
+# Primitives that change only the layout of an array.
+_LAYOUT = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name", "pvary"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array:
+    """An array of the jaxpr, with the axes of the logits and the features in the order in which it stores them."""
+
+    value: Value
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention that equations compute, with its gradients if they compute these, too.
+
+    Attributes:
+      problem: of the forward pass; with `return_lse` if there are gradients.
+      scale, softcap: of the logits; None means no softcap.
+      batch, heads, group: the axes of the logits that form the problem's batch, its key heads, and the query heads of
+        each key head.
+      query, key: the axes of queries and keys.
+      out: the result; None if the equations need its gradients only.
+      d_out: the cotangent of the result; None if there are no gradients.
+      dq, dk, dv: the gradients that are computed.
+      shown: the equations whose source lines are reported.
+    """
+
+    problem: FlashAttentionProblem
+    scale: float
+    softcap: float | None
+    batch: Axes
+    heads: Axes
+    group: Axes
+    query: Axis
+    key: Axis
+    q: Array
+    k: Array
+    v: Array
+    out: Array | None
+    d_out: Array | None
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    shown: tuple[Node, ...]
+
+    @property
+    def results(self) -> tuple[Array, ...]:
+        """The arrays that kernels compute instead: the result and the gradients, as far as there are."""
+        return tuple(x for x in (self.out, self.dq, self.dk, self.dv) if x is not None)
+
+    @property
+    def inputs(self) -> tuple[Array, ...]:
+        """The arrays that the results are computed from: q, k, v, and the cotangent if there are gradients."""
+        return self.q, self.k, self.v, *(() if self.d_out is None else (self.d_out,))
+
+    @property
+    def roots(self) -> tuple[Value, ...]:
+        """The arrays that the inputs are layouts and casts of, without duplicates."""
+        return tuple({id(each): each for x in self.inputs for each in [root(x.value, self.problem.dtype)]}.values())
+
+    def region(self) -> Region:
+        """Returns the attention as calls of the forward and the backward operation."""
+        inputs = tuple(x.value for x in (self.q, self.k, self.v))
+        params = tuple(
+            (name, x) for name, x in (("scale", self.scale), ("softcap", self.softcap)) if x is not None
+        )
+        results = () if self.out is None else (self.out.value,)
+        stages = [Stage(None, self.problem, params, inputs, results, self._forward)]
+        if self.d_out is not None:
+            problem = backward_problem(self.problem)
+            gradients = tuple(x.value for x in (self.dq, self.dk, self.dv) if x is not None)
+            backward = Stage(
+                FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward
+            )
+            stages.append(backward)
+        return Region(tuple(stages), self.roots, self.shown)
+
+    def _forward(self, call: Any, _: None, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        operands = tuple(self.to_problem(x, each) for x, each in zip((self.q, self.k, self.v), arrays, strict=True))
+        found = call(*operands)
+        out, *lse = found if self.problem.return_lse else (found,)
+        return (() if self.out is None else (self.from_problem(self.out, out),)), (*operands, out, *lse)
+
+    def _backward(self, call: Any, forward: Any, d_out: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        assert self.d_out is not None
+        gradients = call(*forward, self.to_problem(self.d_out, d_out))
+        pairs = zip((self.dq, self.dk, self.dv), gradients, strict=True)
+        return tuple(self.from_problem(x, each) for x, each in pairs if x is not None), None
+
+    def to_problem(self, array: Array, x: jax.Array) -> jax.Array:
+        """Returns an array of the jaxpr as ``[batch, length, heads, features]``, in the dtype of the problem."""
+        order = self._order(array)
+        x = jnp.reshape(x, [extent for extent, _ in array.axes])
+        x = jnp.transpose(x, [array.axes.index(axis) for axis in order])
+        return jnp.reshape(x, self._shape(array)).astype(self.problem.dtype)
+
+    def from_problem(self, array: Array, x: jax.Array) -> jax.Array:
+        """Returns ``x[batch, length, heads, features]`` with the axes and the dtype of an array of the jaxpr."""
+        order = self._order(array)
+        x = jnp.reshape(x, [extent for extent, _ in order])
+        x = jnp.transpose(x, [order.index(axis) for axis in array.axes])
+        return jnp.reshape(x, array.value.shape).astype(array.value.dtype)
+
+    def _order(self, array: Array) -> Axes:
+        keys = self._by_key(array)
+        features = tuple(axis for axis in array.axes if axis[1] == FEATURES)
+        rows = (self.key, *self.heads) if keys else (self.query, *self.heads, *self.group)
+        return tuple(axis for axis in (*self.batch, *rows, *features) if axis[0] > 1)
+
+    def _by_key(self, array: Array) -> bool:
+        return array in (self.k, self.v, self.dk, self.dv)
+
+    def _shape(self, array: Array) -> tuple[int, ...]:
+        p = self.problem
+        features = p.head_dim if array in (self.q, self.k, self.dq, self.dk) else p.value_dim
+        length, heads = (p.kv_len, p.kv_heads) if self._by_key(array) else (p.q_len, p.heads)
+        return p.batch, length, heads, features
+
+
+def find(graph: Graph) -> list[Region | Left]:
+    """Returns the attention in a jaxpr, and what looks like attention but is left alone, in order."""
+    found: list[Attention | Left] = []
+    for node in graph.nodes:
+        if node.name == "exp" and (each := _attention(node)) is not None:
+            found.append(each)
+    attention = [each for each in found if isinstance(each, Attention)]
+    live = _live(graph, {id(x.value) for each in attention for x in each.results})
+    own = {id(node) for node in graph.nodes}
+    return [_unless_used(each, live, own) if isinstance(each, Attention) else each for each in found]
+
+
+def backward_problem(p: FlashAttentionProblem) -> FlashAttentionBackwardProblem:
+    """Returns the problem of the gradients of a forward pass."""
+    shared = {field.name: getattr(p, field.name) for field in dataclasses.fields(p) if field.name != "return_lse"}
+    return FlashAttentionBackwardProblem(**shared)
+
+
+def recognise(node: Node) -> Recognised | None:
+    """Returns the attention that ends in `node`, the product of probabilities and values, for a report."""
+    if node.name != "dot_general":
+        return None
+    for side in (0, 1):
+        divided = _origin(node.inputs[side]).by("div", "mul")
+        exps = [] if divided is None else [each for x in divided.inputs if (each := strip(x).by("exp")) is not None]
+        for exp in exps:
+            found = _attention(exp)
+            if isinstance(found, Attention) and found.out is not None and found.out.value is node.results[0]:
+                problem = dataclasses.replace(found.problem, return_lse=False)
+                inputs = [root(x.value, problem.dtype) for x in (found.q, found.k, found.v)]
+                return Recognised(problem, between(node.results[0], inputs), (*found.shown, node))
+    return None
+
+
+def _attention(exp: Node) -> Attention | Left | None:
+    """Returns the attention with this exponential; None if there is none."""
+    logits = _logits(exp.inputs[0])
+    if logits is None:
+        return None
+    labels = _Labels(logits.product)
+    softmax = _softmax(exp, labels)
+    if softmax is None:
+        return None
+    products = list(labels.products())
+    if not any(softmax.key in product.contracted for product in products):
+        return None  # for example the loss of a language model: its softmax is over features of a product
+    try:
+        return _parsed(logits, labels, softmax, products)
+    except Unknown as error:
+        return Left(str(error), logits.product)
+
+
+def _live(graph: Graph, replaced: set[int]) -> set[int]:
+    """Returns the equations that the results of a jaxpr need besides replaced arrays, by their ``id``."""
+    live = set[int]()
+    left = graph.results + [x for node in graph.nodes if node.equation.effects for x in node.inputs]
+    while left:
+        value = left.pop()
+        if value.node is not None and id(value) not in replaced and id(value.node) not in live:
+            live.add(id(value.node))
+            left += value.node.inputs
+    return live
+
+
+def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Left:
+    product = found.shown[0]
+    if id(product) not in live and all(id(x.value.node) in own for x in found.results):
+        return found.region()
+    return Left(
+        "its probabilities or logits are used elsewhere, such as by the backward pass of a scan, which saves them: "
+        "apply scheduler.rewrite before jax.grad, or jax.checkpoint to the body of the scan",
+        product,
+    )
+
+
+# ------------------------------------------------------------------------------
+# The axes of the logits, in all arrays computed from them.
+
+
+class _Labels:
+    """The arrays computed from the first product, up to other products, with the axes of the logits in each.
+
+    Args:
+      product: ``q k^T``. Its axes are numbered.
+    """
+
+    def __init__(self, product: Node) -> None:
+        out = product.results[0]
+        self._axes: dict[int, tuple[Axes, ...]] = {}
+        self._values: list[Value] = []
+        self._add(out, tuple(((n, i),) if n > 1 else () for i, n in enumerate(out.shape)))
+        for value in self._values:  # grows meanwhile
+            for node in _users(value):
+                for result, axes in zip(node.results, self._carried(node), strict=True):
+                    if axes is not None and any(axes) and id(result) not in self._axes:
+                        self._add(result, axes)
+
+    def _add(self, value: Value, axes: tuple[Axes, ...]) -> None:
+        self._axes[id(value)] = axes
+        self._values.append(value)
+
+    def of(self, value: Value) -> tuple[Axes, ...] | None:
+        """Returns the axes of the logits that each axis of an array combines; None if they are not known."""
+        return self._axes.get(id(value))
+
+    def products(self) -> Iterator[_Product]:
+        """Yields the products with one operand that is computed from the logits."""
+        seen = set[int]()
+        for node in (user for value in self._values for user in _users(value)):
+            if node.name == "dot_general" and id(node) not in seen:
+                seen.add(id(node))
+                if (found := self._product(node)) is not None:
+                    yield found
+
+    def _carried(self, node: Node) -> list[tuple[Axes, ...] | None]:
+        known = [(x, self._axes[id(x)]) for x in node.inputs if id(x) in self._axes]
+        if node.name in _ELEMENTWISE:
+            return [next((axes for x, axes in known if x.shape == result.shape), None) for result in node.results]
+        value, axes = known[0]
+        carried: tuple[Axes, ...] | None = None
+        if node.name == "transpose":
+            carried = tuple(axes[i] for i in node.params["permutation"])
+        elif node.name in _REDUCTIONS:
+            carried = tuple(each for i, each in enumerate(axes) if i not in node.params["axes"])
+        elif node.name == "broadcast_in_dim":
+            carried = _broadcast(value.shape, axes, node.results[0].shape, node.params["broadcast_dimensions"])
+        elif node.name in ("reshape", "squeeze", "expand_dims"):
+            carried = _reshaped([axis for each in axes for axis in each], node.results[0].shape)
+        return [carried] + [None] * (len(node.results) - 1)
+
+    def _product(self, node: Node) -> _Product | None:
+        known = [i for i in (0, 1) if self.of(node.inputs[i]) is not None]
+        if len(known) != 1:
+            return None
+        (side,) = known
+        mine, other = self._axes[id(node.inputs[side])], node.inputs[1 - side]
+        contract, batch = node.params["dimension_numbers"]
+        theirs: dict[int, Axes] = {}
+        for dims in (contract, batch):
+            theirs |= {j: mine[i] for i, j in zip(dims[side], dims[1 - side], strict=True)}
+        free = [mine[i] for i in range(len(mine)) if i not in (*contract[side], *batch[side])]
+        features = [j for j in range(len(other.shape)) if j not in theirs]
+        if sum(other.shape[j] > 1 for j in features) > 1:
+            return None
+        theirs |= {j: ((other.shape[j], FEATURES),) if other.shape[j] > 1 else () for j in features}
+        of_features = [theirs[j] for j in features]
+        out = (mine[i] for i in batch[side]), *((free, of_features) if side == 0 else (of_features, free))
+        return _Product(
+            node,
+            node.inputs[side],
+            _joined(mine[i] for i in contract[side]),
+            Array(other, _joined(theirs[j] for j in range(len(other.shape)))),
+            Array(node.results[0], _joined(each for part in out for each in part)),
+        )
+
+
+def _joined(axes: Iterable[Axes]) -> Axes:
+    return tuple(axis for each in axes for axis in each)
+
+
+def _users(value: Value) -> list[Node]:
+    return [] if value.node is None else [user for user in value.node.users if any(x is value for x in user.inputs)]
+
+
+def _broadcast(
+    before: Sequence[int], axes: Sequence[Axes], shape: Sequence[int], dims: Sequence[int]
+) -> tuple[Axes, ...]:
+    found: list[Axes] = [()] * len(shape)
+    for i, at in enumerate(dims):
+        if before[i] == shape[at]:
+            found[at] = axes[i]
+    return tuple(found)
+
+
+def _reshaped(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
+    """Returns the axes that each axis of the new shape combines; None if an axis is divided."""
+    rest, found = list(axes), list[Axes]()
+    for extent in shape:
+        taken: list[Axis] = []
+        while math.prod(n for n, _ in taken) < extent and rest:
+            taken.append(rest.pop(0))
+        if taken and math.prod(n for n, _ in taken) != extent:
+            return None
+        found.append(tuple(taken))
+    return None if rest else tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Product:
+    """A product with one operand that is computed from the logits.
+
+    Attributes:
+      operand: that operand.
+      contracted: the axes of the logits that are summed over.
+      other: the other operand.
+      out: the result.
+    """
+
+    node: Node
+    operand: Value
+    contracted: Axes
+    other: Array
+    out: Array
+
+
+# ------------------------------------------------------------------------------
+# The forward pass: logits, and their softmax.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Logits:
+    """The argument of an exponential.
+
+    Attributes:
+      product: ``q k^T``.
+      steps: the equations after the product, the last one first.
+    """
+
+    product: Node
+    steps: tuple[Node, ...] = ()
+
+
+def _logits(value: Value) -> _Logits | None:
+    """Returns the product that an array is computed from by steps that attention takes; None if there is none."""
+    steps: list[Node] = []
+    while True:
+        node = strip(value).node
+        if node is None:
+            return None
+        if node.name == "dot_general":
+            return _Logits(node, tuple(steps))
+        if node.name in ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "tanh"):
+            value = node.inputs[0]
+        elif node.name in ("sub", "mul", "div", "add", "select_n"):
+            before = [x for x in node.inputs if x.shape == node.results[0].shape and _reaches_product(x)]
+            if len(before) != 1:
+                return None
+            value = before[0]
+        else:
+            return None
+        steps.append(node)
+
+
+def _reaches_product(value: Value) -> bool:
+    """Returns whether an array of logits is computed from a product, and not from statistics of its rows."""
+    while (node := strip(value).node) is not None:
+        if node.name == "dot_general":
+            return True
+        if node.name not in ("transpose", "reshape", "sub", "mul", "div", "add", "select_n", "tanh", "squeeze"):
+            return node.name in ("broadcast_in_dim", "expand_dims") and _is_same_size(node) and (
+                _reaches_product(node.inputs[0])
+            )
+        same_shape = [x for x in node.inputs if math.prod(x.shape) == math.prod(node.results[0].shape)]
+        reaching = [x for x in same_shape if x.literal is None]
+        if len(reaching) != 1:
+            return any(_reaches_product(x) for x in reaching)
+        value = reaching[0]
+    return False
+
+
+def _is_same_size(node: Node) -> bool:
+    return math.prod(node.inputs[0].shape) == math.prod(node.results[0].shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Softmax:
+    """Probabilities, and the axis of keys along which they sum to one."""
+
+    exp: Node
+    probabilities: Value
+    key: Axis
+
+
+def _softmax(exp: Node, labels: _Labels) -> _Softmax | None:
+    exponential = exp.results[0]
+    if (axes := labels.of(exponential)) is None:
+        return None
+    for value in _casts_below(exponential):
+        for node in _users(value):
+            if (total := _total(node, value)) is None or (found := reduced(total, "reduce_sum")) is None:
+                continue
+            summed, axis = found
+            if same(summed, exponential) and len(axes[axis]) == 1 and _less_of_rows(exp, labels, axes[axis][0]):
+                return _Softmax(exp, node.results[0], axes[axis][0])
+    return None
+
+
+def _casts_below(value: Value) -> list[Value]:
+    found = [value]
+    for each in found:  # grows meanwhile
+        found += [user.results[0] for user in _users(each) if user.name in ("convert_element_type", "stop_gradient")]
+    return found
+
+
+def _total(node: Node, value: Value) -> Value | None:
+    """Returns the array that `node` divides `value` by; None if it does not."""
+    if node.name == "div" and node.inputs[0] is value:
+        return node.inputs[1]
+    if node.name == "mul":
+        (other,) = [x for x in node.inputs if x is not value] or [None]
+        inverse = None if other is None else _origin(other).by("div", "integer_pow")
+        if inverse is not None and inverse.name == "div" and number(inverse.inputs[0]) == 1.0:
+            return inverse.inputs[1]
+        if inverse is not None and inverse.name == "integer_pow" and inverse.params["y"] == -1:
+            return inverse.inputs[0]
+    return None
+
+
+def _less_of_rows(exp: Node, labels: _Labels, key: Axis) -> bool:
+    """Returns whether the exponent is the logits, less at most a number per row."""
+    less = strip(exp.inputs[0]).by("sub")
+    if less is None:
+        return True
+    axes = labels.of(less.inputs[1])
+    return number(less.inputs[1]) is not None if axes is None else key not in _joined(axes)
+
+
+def _origin(value: Value) -> Value:
+    """Returns the array before casts and changes of its layout."""
+    while (node := strip(value).node) is not None and node.name in (*_LAYOUT, "broadcast_in_dim"):
+        value = node.inputs[0]
+    return strip(value)
+
+
+def root(value: Value, dtype: Any) -> Value:
+    """Returns the array that `value` is a layout of, in a dtype at least as narrow as `dtype`."""
+    while (node := value.node) is not None:
+        if node.name == "convert_element_type":
+            before = node.inputs[0]
+            if not _is_widened(before.dtype, value.dtype) or not _is_widened(dtype, before.dtype):
+                return value
+        elif node.name not in _LAYOUT:
+            return value
+        value = node.inputs[0]
+    return value
+
+
+def _is_widened(before: Any, after: Any) -> bool:
+    """Returns whether a cast keeps all values."""
+    before, after = jnp.dtype(before), jnp.dtype(after)
+    return before == after or bool(
+        jnp.issubdtype(before, jnp.floating)
+        and jnp.issubdtype(after, jnp.floating)
+        and jnp.promote_types(before, after) == after
+    )
+
+
+# ------------------------------------------------------------------------------
+# The problem, its operands and its results.
+
+
+def _parsed(logits: _Logits, labels: _Labels, softmax: _Softmax, products: Sequence[_Product]) -> Attention:
+    product, key = logits.product, softmax.key
+    k_side = _side_of(product, key)
+    q, k = (_operand(product, side) for side in (1 - k_side, k_side))
+    batch_axes = [axis for axis in q.axes if axis in k.axes and axis[1] != FEATURES]
+    free = [axis for axis in q.axes if axis not in k.axes and axis[1] != FEATURES]
+    if [axis for axis in k.axes if axis not in (*batch_axes, key) and axis[1] != FEATURES]:
+        raise Unknown("keys have several axes")
+    scale, softcap = _scaling(logits)
+    query, seen = _query(logits, labels, free, key)
+    group = tuple(axis for axis in free if axis != query)
+    roles = _roles(softmax, products, key, {*free})
+    of_logits = _gradient_product(roles, product)
+    v, d_out = _values_and_cotangent(roles, of_logits, labels, key)
+    out, dv = (None if roles[name] is None else roles[name].out for name in ("out", "dv"))  # type: ignore[union-attr]
+    dq, dk = (None if roles[name] is None else roles[name].out for name in ("dq", "dk"))  # type: ignore[union-attr]
+    differentiated = any(x is not None for x in (dq, dk, dv))
+    lead, heads = _batch_and_heads(q, batch_axes, query)
+    dtype = _dtype(q, k, v)
+    _check_precision((product, *(role.node for role in roles.values() if role is not None)), dtype)
+    if out is not None and not differentiated and not _is_rounded(out.value, dtype):
+        raise Unknown(f"its result stays in {out.value.dtype}, and a kernel rounds it to {dtype}")
+    extents = {"head_dim": q, "head_dim_v": v}
+    sizes = {name: next((n for n, at in x.axes if at == FEATURES), 1) for name, x in extents.items()}
+    left, right = _bounds(seen, query[0], key[0])
+    try:
+        problem = FlashAttentionProblem(
+            batch=math.prod(n for n, _ in lead),
+            q_len=query[0],
+            kv_len=key[0],
+            heads=math.prod(n for n, _ in (*heads, *group)),
+            kv_heads=math.prod(n for n, _ in heads),
+            causal=right == 0,
+            window_left=-1 if left is None else left,
+            window_right=-1 if not right else right,
+            softcap=softcap is not None,
+            dtype=dtype,
+            return_lse=differentiated,
+            **sizes,
+        )
+    except ValueError as error:
+        raise Unknown(str(error)) from None
+    found = Attention(
+        problem=problem,
+        scale=scale,
+        softcap=softcap,
+        batch=lead,
+        heads=heads,
+        group=group,
+        query=query,
+        key=key,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        d_out=d_out if differentiated else None,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        shown=(product, softmax.exp),
+    )
+    allowed = [product] if of_logits is None else [product, of_logits]
+    equations_between([x.value for x in found.results], found.roots, allowed)
+    return found
+
+
+def _side_of(product: Node, key: Axis) -> int:
+    """Returns the index of the operand that has the axis of keys."""
+    (of_a, _), (batch_a, _) = product.params["dimension_numbers"]
+    free = len(product.inputs[0].shape) - len(of_a) - len(batch_a)
+    if key[1] < len(batch_a):
+        raise Unknown("keys are a batch axis of its logits")
+    return 0 if key[1] < len(batch_a) + free else 1
+
+
+def _operand(product: Node, side: int) -> Array:
+    """Returns an operand of ``q k^T``."""
+    contract, batch = product.params["dimension_numbers"]
+    value, out = product.inputs[side], product.results[0]
+    if len(contract[side]) != 1:
+        raise Unknown("its logits contract several axes")
+    free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]
+    first = len(batch[0]) if side == 0 else len(out.shape) - len(free)
+    numbers = dict(zip(batch[side], range(len(batch[side])), strict=True)) | {i: first + n for n, i in enumerate(free)}
+    numbers[contract[side][0]] = FEATURES
+    return Array(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
+
+
+def _scaling(logits: _Logits) -> tuple[float, float | None]:
+    """Returns the scale and the softcap of the logits."""
+    scale, cap = 1.0, None
+    for node in reversed(logits.steps):
+        if node.name == "tanh":
+            if cap is not None:
+                raise Unknown("it caps logits twice")
+            cap = scale
+        elif node.name in ("mul", "div"):
+            factor = next((each for x in node.inputs if (each := _scalar(x)) is not None), None)
+            if factor is None or (node.name == "div" and _scalar(node.inputs[1]) is None):
+                raise Unknown("its logits are scaled by an array")
+            scale *= factor if node.name == "mul" else 1 / factor
+    if not scale > 0:
+        raise Unknown("its scale is not positive")
+    return scale, None if cap is None else scale / cap
+
+
+def _scalar(value: Value) -> float | None:
+    found = number(value)
+    if found is None and not strip(value).shape or math.prod(value.shape) == 1:
+        values = constant(value)
+        found = None if values is None else float(values.reshape(()))
+    return found
+
+
+def _query(logits: _Logits, labels: _Labels, free: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
+    """Returns the axis of queries, and the keys that each query sees.
+
+    If masks do not tell, the longest axis is that of queries, and the others are query heads of one key head.
+    """
+    error = None
+    for query in sorted(free, key=lambda axis: -axis[0]) or [(1, NO_AXIS)]:
+        try:
+            return query, functools.reduce(Band.__and__, _bands(logits, labels, query, key), Band())
+        except Unknown as found:
+            error = error or found
+    assert error is not None
+    raise error
+
+
+def _bands(logits: _Logits, labels: _Labels, query: Axis, key: Axis) -> Iterator[Band]:
+    names = {(query,): "query", (key,): "key"}
+    steps = logits.steps[1:] if logits.steps and logits.steps[0].name == "sub" else logits.steps
+    for node in steps:
+        axes = [names.get(each) for each in labels.of(node.results[0]) or ()]
+        if node.name == "select_n":
+            hidden = [(value := number(x)) is not None and value <= MASKED for x in node.inputs[1:]]
+            if len(hidden) != 2 or hidden.count(True) != 1:
+                raise Unknown("its logits are selected by another rule than a mask")
+            which = node.inputs[0]
+            yield band(which, hidden.index(False) == 1, axes if which.shape else ())
+        elif node.name in ("add", "sub"):
+            (bias,) = [x for x in node.inputs if labels.of(x) is None] or [None]
+            if bias is None or node.name == "sub":
+                raise Unknown("an array is added to its logits")
+            yield bias_band(bias, axes)
+
+
+def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None]:
+    """Returns the bounds of the window, without those that exclude no key."""
+    left = None if seen.left is None or seen.left >= q_len - 1 else seen.left
+    return left, None if seen.right is None or seen.right >= kv_len - 1 else seen.right
+
+
+def _roles(
+    softmax: _Softmax, products: Sequence[_Product], key: Axis, rows: set[Axis]
+) -> dict[str, _Product | None]:
+    """Attributes the products by the axes that they contract.
+
+    Raises:
+      Unknown: two products have the same role.
+    """
+    roles: dict[str, _Product | None] = dict.fromkeys(("out", "dq", "dk", "dv"))
+    for product in products:
+        weights = _origin(product.operand) is strip(softmax.probabilities)
+        if set(product.contracted) == {key}:
+            role = "out" if weights else "dq"
+        elif set(product.contracted) == rows:
+            role = "dv" if weights else "dk"
+        else:
+            continue
+        if roles[role] is not None:
+            raise Unknown("its probabilities are used by several products")
+        roles[role] = product
+    return roles
+
+
+def _gradient_product(roles: Mapping[str, _Product | None], product: Node) -> Node | None:
+    """Returns ``d_out v^T``, the cotangent of the probabilities; None if no gradient needs it."""
+    found: dict[int, Node] = {}
+    for name in ("dq", "dk"):
+        left, seen = ([roles[name].operand] if roles[name] is not None else []), set[int]()  # type: ignore[union-attr]
+        while left:
+            node = left.pop().node
+            if node is None or id(node) in seen or node is product:
+                continue
+            seen.add(id(node))
+            if node.name == "dot_general":
+                found[id(node)] = node
+            else:
+                left += node.inputs
+    if len(found) > 1:
+        raise Unknown("the cotangents of its logits are computed from several products")
+    return next(iter(found.values()), None)
+
+
+def _values_and_cotangent(
+    roles: Mapping[str, _Product | None], of_logits: Node | None, labels: _Labels, key: Axis
+) -> tuple[Array, Array | None]:
+    v = None if roles["out"] is None else roles["out"].other
+    d_out = None if roles["dv"] is None else roles["dv"].other
+    if of_logits is not None and (v is None or d_out is None):
+        axes = _axes_above(of_logits, labels)
+        arrays = [_operand_of(of_logits, side, axes) for side in (0, 1)]
+        by_key = [key in array.axes for array in arrays]
+        if by_key.count(True) != 1:
+            raise Unknown("the cotangents of its probabilities are computed in another way")
+        v, d_out = v or arrays[by_key.index(True)], d_out or arrays[by_key.index(False)]
+    if v is None:
+        raise Unknown("its probabilities are used in another way than by a product with values")
+    if d_out is None and any(roles[name] is not None for name in ("dq", "dk", "dv")):
+        raise Unknown("the cotangent of its result is not found")
+    return v, d_out
+
+
+def _axes_above(product: Node, labels: _Labels) -> tuple[Axes, ...]:
+    """Returns the axes of a product's result from an equation that combines the result with arrays of known axes."""
+    value, permutations = product.results[0], list[Sequence[int]]()
+    while True:
+        users = [user for user in _users(value) if user.results]
+        combined = next((u for u in users if u.name in _ELEMENTWISE and labels.of(u.results[0]) is not None), None)
+        if combined is not None:
+            axes = labels.of(combined.results[0]) or ()
+            for permutation in reversed(permutations):
+                axes = tuple(axes[permutation.index(i)] for i in range(len(permutation)))
+            return axes
+        following = next((u for u in users if u.name in ("transpose", "convert_element_type", "mul", "div")), None)
+        if following is None:
+            raise Unknown("the cotangents of its probabilities are computed in another way")
+        if following.name == "transpose":
+            permutations.append(list(following.params["permutation"]))
+        value = following.results[0]
+
+
+def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
+    """Returns an operand of a product whose result has these axes; its contracted axis is that of features."""
+    contract, batch = product.params["dimension_numbers"]
+    value = product.inputs[side]
+    free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]
+    first = len(batch[0]) if side == 0 else len(out) - len(free)
+    axes = {i: out[n] for n, i in enumerate(batch[side])} | {i: out[first + n] for n, i in enumerate(free)}
+    axes |= {i: ((value.shape[i], FEATURES),) if value.shape[i] > 1 else () for i in contract[side]}
+    return Array(value, _joined(axes[i] for i in range(len(value.shape))))
+
+
+def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
+    """Divides the batch axes of the logits: those stored before the queries are the batch, the others are heads."""
+    value, stored = q.value, list(q.axes)
+    while (node := strip(value).by("transpose")) is not None:
+        wide = [i for i, n in enumerate(strip(value).shape) if n > 1]
+        source = [node.params["permutation"][i] for i in wide]
+        stored = [axis for _, axis in sorted(zip(source, stored, strict=True))]
+        value = node.inputs[0]
+    ordered = [axis for axis in stored if axis in axes]
+    if query not in stored:
+        return tuple(ordered[:1]), tuple(ordered[1:])
+    at = stored.index(query)
+    lead = [axis for axis in ordered if stored.index(axis) < at]
+    return tuple(lead), tuple(axis for axis in ordered if axis not in lead)
+
+
+def _dtype(*arrays: Array) -> str:
+    """Returns the narrowest dtype that holds the values of each array."""
+    found = {str(each.dtype) for x in arrays for each in [_narrowest(x.value)]}
+    if len(found) != 1:
+        raise Unknown(f"q, k and v are {', '.join(sorted(found))}")
+    return found.pop()
+
+
+def _narrowest(value: Value) -> Value:
+    narrow = value
+    for each in casts(_origin_of_layout(value)):
+        if _is_widened(each.dtype, narrow.dtype):
+            narrow = each
+    return narrow
+
+
+def _origin_of_layout(value: Value) -> Value:
+    while value.node is not None and value.node.name in _LAYOUT:
+        value = value.node.inputs[0]
+    return value
+
+
+def _check_precision(products: Iterable[Node], dtype: str) -> None:
+    for node in products:
+        precision = str(node.params.get("precision"))
+        if dtype == "float32" and ("HIGH" in precision or "F32_F32_F32" in precision):
+            raise Unknown("its products have a higher precision than those of a kernel")
+
+
+def _is_rounded(value: Value, dtype: str) -> bool:
+    """Returns whether all uses of an array round it to `dtype`, perhaps after a change of its layout."""
+    if str(value.dtype) == dtype:
+        return True
+    users = _users(value)
+    return bool(users) and all(
+        user.name in ("convert_element_type", *_LAYOUT) and _is_rounded(user.results[0], dtype) for user in users
+    )
+
