@@ -226,6 +226,14 @@ def evaluate_equation(equation: Any, *args: Any) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
+def scan_inputs(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many inputs of a `scan` equation are constants, and how many are the carry."""
+    if "num_carry" in params:  # JAX 0.10
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
 def with_jaxpr(traced: Any, jaxpr: Any) -> Any:
     """Returns a copy of the result of a `jax.jit` trace that lowers `jaxpr`, of the same arguments and results."""
     other = copy.copy(traced)

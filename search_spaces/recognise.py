@@ -85,22 +85,19 @@ class Graph:
 
     Attributes:
       items: the equations and the inlined calls, in order.
+      inputs, results: the arrays that the jaxpr takes and returns.
       values: the array of each variable of the jaxpr.
     """
 
-    jaxpr: Any
     items: list[Node | Inlined]
+    inputs: list[Value]
+    results: list[Value]
     values: Mapping[Any, Value]
 
     @property
     def nodes(self) -> Iterator[Node]:
         """The equations in order, with inlined calls replaced by their bodies."""
         return _flat(self.items)
-
-    @property
-    def results(self) -> list[Value]:
-        """The arrays that the jaxpr returns, without literals."""
-        return [self.values[atom] for atom in self.jaxpr.outvars if not isinstance(atom, core.Literal)]
 
 
 def graph(
@@ -114,7 +111,11 @@ def graph(
     """
     values = dict(known)
     items = _items(jaxpr, values, CALLS if calls is None else calls)
-    return Graph(jaxpr, items, values)
+    for atom in (*jaxpr.invars, *jaxpr.outvars):
+        if not isinstance(atom, core.Literal):
+            values.setdefault(atom, _value(atom))
+    results = [_literal(x) if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
+    return Graph(items, [values[x] for x in jaxpr.invars], results, values)
 
 
 def nodes(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({})) -> list[Node]:
@@ -136,11 +137,8 @@ def _flat(items: Iterable[Node | Inlined]) -> Iterator[Node]:
 
 def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
     """Returns the arguments of an inner jaxpr that are the same operands of the equation in each run of it."""
-    if node.name == "scan":  # constants first; then the carry, with one shape inside and outside; then slices
-        sliced = sum(len(x.aval.shape) != len(given.shape) for x, given in zip(jaxpr.invars, node.inputs, strict=True))
-        results = zip(jaxpr.outvars, node.equation.outvars, strict=True)
-        carried = sum(len(x.aval.shape) == len(outer.aval.shape) for x, outer in results)
-        constants = len(node.inputs) - carried - sliced
+    if node.name == "scan":
+        constants, _ = lowering_compat.scan_inputs(node.params)
         return dict(zip(jaxpr.invars[:constants], node.inputs[:constants], strict=True))
     return dict(zip(jaxpr.invars, node.inputs[1:], strict=True)) if node.name == "cond" else {}
 

@@ -91,26 +91,61 @@ class Rewriter:
         return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found))
 
     def _rewritten(self, closed: Any, known: Mapping[Any, Value], count: int) -> Any:
-        jaxpr = fingerprint.opened_jaxpr(closed)
-        graph = recognise.graph(jaxpr, {**recognise.constants(closed), **known}, _INLINED)
-        regions = list(self._regions(graph, count))
-        bodies = dict(self._bodies(graph, count))
-        if not regions and not bodies:
+        graph = _graph(closed, known)
+        changes = self._changes(graph, [*self._regions(graph, count)], count)
+        if not changes:
             return closed
-        inputs = [graph.values.get(atom) or Value(atom.aval.shape, atom.aval.dtype) for atom in jaxpr.invars]
-        held = [*zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)]
+        given = _constants(closed, graph)
 
         def run(*args: Any) -> list[Any]:
-            given = {id(x): each for x, each in zip(inputs, args, strict=True)}
-            given |= {id(graph.values[atom]): x for atom, x in held if atom in graph.values}
-            evaluation = _Evaluation(given, regions, bodies)
-            evaluation.run(graph.items)
-            return [
-                atom.val if isinstance(atom, core.Literal) else evaluation.read(graph.values[atom])
-                for atom in jaxpr.outvars
-            ]
+            values = given | {id(x): each for x, each in zip(graph.inputs, args, strict=True)}
+            return _Evaluation(values, changes).run(graph)
 
         return _retraced(run, closed)
+
+    def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
+        pairs, bodies = dict[int, _Scan](), dict[int, Any]()
+        for forward, backward in _pairs_of_scans(graph):
+            pairs |= self._pair(forward, backward, graph, count)
+        for node in graph.nodes:
+            if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
+                bodies[id(node)] = changed
+        return _Changes(tuple(regions), bodies, pairs)
+
+    def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
+        """Returns replacements of the scan of a forward pass and the scan of its backward pass.
+
+        The backward body reads arrays that the forward body saves. Regions are therefore found in both bodies together.
+        What the tuned calls of the forward pass hand on is saved instead.
+        """
+        of_forward, of_backward = (node.params["jaxpr"] for node in (forward, backward))
+        first = _graph(of_forward, recognise.arguments(forward, fingerprint.opened_jaxpr(of_forward)))
+        opened = fingerprint.opened_jaxpr(of_backward)
+        saved = dict(zip(map(id, forward.results), first.results, strict=True))
+        known = {x: saved[id(given)] for x, given in zip(opened.invars, backward.inputs, strict=True) if id(given) in saved}
+        second = _graph(of_backward, recognise.arguments(backward, opened) | known)
+        used_elsewhere = {id(x) for x in outer.results} | {
+            id(x) for node in outer.nodes if node is not backward for x in node.inputs
+        }
+        _, carried = lowering_compat.scan_inputs(forward.params)
+        kept = [
+            x
+            for i, (x, result) in enumerate(zip(first.results, forward.results, strict=True))
+            if i < carried or id(result) in used_elsewhere
+        ]
+        both = Graph(
+            first.items + second.items, first.inputs + second.inputs, kept + second.results, {**first.values, **second.values}
+        )
+        times = count * forward.params["length"]
+        regions = [*self._regions(both, times)]
+        own = {id(node) for node in second.nodes}
+        handed = [each for each in regions if any(x.node is not None and id(x.node) in own for x in each.region.results)]
+        found = dict[int, _Scan]()
+        for node, graph, closed in ((forward, first, of_forward), (backward, second, of_backward)):
+            changes = self._changes(graph, regions, times)
+            if changes:
+                found[id(node)] = _Scan(graph, changes, _constants(closed, graph), tuple(handed), node is forward)
+        return found if regions else {}
 
     def _regions(self, graph: Graph, count: int) -> Iterator[_Replacement]:
         for operation in self._operations:
@@ -133,18 +168,51 @@ class Rewriter:
     def _calling(self, operation: Operation[Any], stage: Stage) -> TunedCall:
         return lambda *operands: self._call(operation, stage.problem, stage.params, *operands)
 
-    def _bodies(self, graph: Graph, count: int) -> Iterator[tuple[int, Any]]:
-        """Yields the equations with replaced bodies, by the ``id`` of their nodes."""
-        for node in graph.nodes:
-            times = {id(fingerprint.opened_jaxpr(body)): n for body, n in equations.held(node.equation)}
-            changed: dict[int, Any] = {}
-            for body in [body for body, _ in equations.held(node.equation)]:
-                opened = fingerprint.opened_jaxpr(body)
-                new = self._rewritten(body, recognise.arguments(node, opened), count * times[id(opened)])
-                if new is not body:
-                    changed[id(body)] = new if body is not opened else _without_constants(new)
-            if changed:
-                yield id(node), equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
+    def _with_bodies(self, node: Node, count: int) -> Any:
+        """Returns the equation of a node with rewritten bodies; None if none changes."""
+        changed: dict[int, Any] = {}
+        for body, times in equations.held(node.equation):
+            opened = fingerprint.opened_jaxpr(body)
+            for closed in (each for each in fingerprint.held_jaxprs(node.equation) if _is_opened_to(each, opened)):
+                new = self._rewritten(closed, recognise.arguments(node, opened), count * times)
+                if new is not closed:
+                    changed[id(closed)] = new if closed is not opened else _without_constants(new)
+        if not changed:
+            return None
+        return equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
+
+
+def _is_opened_to(closed: Any, opened: Any) -> bool:
+    return fingerprint.opened_jaxpr(closed) is opened
+
+
+def _graph(closed: Any, known: Mapping[Any, Value]) -> Graph:
+    return recognise.graph(fingerprint.opened_jaxpr(closed), {**recognise.constants(closed), **known}, _INLINED)
+
+
+def _constants(closed: Any, graph: Graph) -> dict[int, Any]:
+    """Returns the constants of a closed jaxpr, by the ``id`` of their values."""
+    held = zip(fingerprint.opened_jaxpr(closed).constvars, getattr(closed, "consts", ()), strict=False)
+    return {id(graph.values[atom]): x for atom, x in held if atom in graph.values}
+
+
+def _pairs_of_scans(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Yields scans with the scan that reads what they save: a forward pass and its backward pass."""
+    for node in graph.nodes:
+        if node.name != "scan":
+            continue
+        _, carried = lowering_compat.scan_inputs(node.params)
+        saved = {id(x) for x in node.results[carried:]}
+        readers = [
+            user
+            for user in dict.fromkeys(node.users)
+            if user.name == "scan"
+            and user.params["length"] == node.params["length"]
+            and user.params["reverse"] != node.params["reverse"]
+            and any(id(x) in saved for x in user.inputs[sum(lowering_compat.scan_inputs(user.params)) :])
+        ]
+        if len(readers) == 1:
+            yield node, readers[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,62 +221,132 @@ class _Replacement:
     calls: Sequence[TunedCall]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Changes:
+    """What changes in a graph.
+
+    Attributes:
+      bodies: equations with rewritten bodies, by the ``id`` of their nodes.
+      scans: replaced scans, by the ``id`` of their nodes.
+    """
+
+    regions: tuple[_Replacement, ...]
+    bodies: Mapping[int, Any]
+    scans: Mapping[int, _Scan]
+
+    def __bool__(self) -> bool:
+        return bool(self.regions or self.bodies or self.scans)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scan:
+    """A scan whose body is part of a pair.
+
+    Attributes:
+      handed: the regions that the forward body begins and the backward body ends.
+      first: whether this is the scan of the forward pass.
+    """
+
+    graph: Graph
+    changes: _Changes
+    constants: Mapping[int, Any]
+    handed: tuple[_Replacement, ...]
+    first: bool
+
+
 class _Evaluation:
-    """Evaluates a graph with regions and bodies replaced.
+    """Evaluates a graph with changes.
 
     Args:
       given: the arguments and constants, by the ``id`` of their values.
-      bodies: equations with replaced bodies, by the ``id`` of their nodes.
+      handed_on: what stages that ran elsewhere hand on, by their regions.
     """
 
     def __init__(
-        self, given: Mapping[int, Any], regions: Sequence[_Replacement], bodies: Mapping[int, Any]
+        self, given: Mapping[int, Any], changes: _Changes, handed_on: Mapping[tuple[int, int], Any] | None = None
     ) -> None:
-        self._values, self._bodies = dict(given), bodies
+        self._values, self._changes = dict(given), changes
         self._stage_of = {
-            id(x): (each, i) for each in regions for i, stage in enumerate(each.region.stages) for x in stage.results
+            id(x): (each, i)
+            for each in changes.regions
+            for i, stage in enumerate(each.region.stages)
+            for x in stage.results
         }
-        self._handed_on: dict[tuple[int, int], Any] = {}
+        self._handed_on = dict(handed_on or {})
+        # Between the two scans of a pair: what the forward scan saves, by its regions.
+        self._saved: dict[int, Any] = {}
         # Calls are opened only where a part of their bodies is needed.
-        self._needed = {id(x) for each in regions for x in each.region.results}
-        self._needed |= {id(x) for each in regions for stage in each.region.stages for x in stage.inputs}
+        self._needed = {id(x) for each in changes.regions for x in each.region.results}
+        self._needed |= {id(x) for each in changes.regions for stage in each.region.stages for x in stage.inputs}
 
-    def read(self, x: Value) -> Any:
+    def run(self, graph: Graph) -> list[Any]:
+        """Returns the results of the graph."""
+        self._run(graph.items)
+        return [self._read(x) for x in graph.results]
+
+    def _read(self, x: Value) -> Any:
         return self._values[id(x)] if id(x) in self._values else x.literal
 
-    def run(self, items: Sequence[Node | Inlined]) -> None:
+    def _run(self, items: Sequence[Node | Inlined]) -> None:
         for item in items:
             if isinstance(item, Inlined) and self._is_opened(item):
-                self.run(item.items)
-                continue
-            results = item.results
-            equation = item.equation if isinstance(item, Inlined) else self._bodies.get(id(item), item.equation)
-            if isinstance(item, Node) and any(id(x) in self._stage_of for x in results):
-                (result,) = results
-                self._run_stage(*self._stage_of[id(result)])
-                continue
-            found = lowering_compat.evaluate_equation(equation, *map(self.read, item.inputs))
-            self._values.update((id(x), each) for x, each in zip(results, found, strict=True))
+                self._run(item.items)
+            elif isinstance(item, Node) and any(id(x) in self._stage_of for x in item.results):
+                (result,) = item.results
+                self.run_stage(*self._stage_of[id(result)])
+            else:
+                found = self._evaluated(item)
+                self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
+
+    def _evaluated(self, item: Node | Inlined) -> list[Any]:
+        inputs = [self._read(x) for x in item.inputs]
+        if (scan := self._changes.scans.get(id(item))) is not None and isinstance(item, Node):
+            return self._scanned(item, scan, inputs)
+        return lowering_compat.evaluate_equation(self._changes.bodies.get(id(item), item.equation), *inputs)
 
     def _is_opened(self, item: Inlined) -> bool:
         return any(
             self._is_opened(each)
             if isinstance(each, Inlined)
-            else id(each) in self._bodies or any(id(x) in self._needed for x in each.results)
+            else id(each) in self._changes.bodies
+            or id(each) in self._changes.scans
+            or any(id(x) in self._needed for x in each.results)
             for each in item.items
         )
 
-    def _run_stage(self, replacement: _Replacement, number: int) -> None:
-        """Computes the results of a stage, after those of the stages before, unless they are there already."""
+    def run_stage(self, replacement: _Replacement, number: int) -> Any:
+        """Computes the results of a stage, after those of the stages before; returns what the stage hands on."""
         key = id(replacement), number
-        if key in self._handed_on:
-            return
-        if number:
-            self._run_stage(replacement, number - 1)
-        stage = replacement.region.stages[number]
-        before = self._handed_on.get((id(replacement), number - 1))
-        results, self._handed_on[key] = stage.run(replacement.calls[number], before, *map(self.read, stage.inputs))
-        self._values.update((id(x), each) for x, each in zip(stage.results, results, strict=True))
+        if key not in self._handed_on:
+            before = self.run_stage(replacement, number - 1) if number else None
+            stage = replacement.region.stages[number]
+            results, self._handed_on[key] = stage.run(
+                replacement.calls[number], before, *map(self._read, stage.inputs)
+            )
+            self._values.update((id(x), each) for x, each in zip(stage.results, results, strict=True))
+        return self._handed_on[key]
+
+    def _scanned(self, node: Node, scan: _Scan, inputs: Sequence[Any]) -> list[Any]:
+        params = node.params
+        constants, carried = lowering_compat.scan_inputs(params)
+        held = inputs[:constants]
+        xs = tuple(inputs[constants + carried :])
+        saved = () if scan.first else tuple(self._saved[id(each)] for each in scan.handed)
+
+        def body(carry: Sequence[Any], sliced: Any) -> tuple[list[Any], Any]:
+            own, handed = sliced
+            given = dict(zip(map(id, scan.graph.inputs), (*held, *carry, *own), strict=True)) | dict(scan.constants)
+            keys = [(id(each), 0) for each in scan.handed]
+            evaluation = _Evaluation(given, scan.changes, dict(zip(keys, handed, strict=False)))
+            results = evaluation.run(scan.graph)
+            handed_on = [evaluation.run_stage(each, 0) for each in scan.handed] if scan.first else []
+            return results[:carried], (results[carried:], handed_on)
+
+        how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+        carry, (ys, handed_on) = jax.lax.scan(body, inputs[constants : constants + carried], (xs, saved), **how)
+        if scan.first:
+            self._saved |= {id(each): x for each, x in zip(scan.handed, handed_on, strict=True)}
+        return [*carry, *ys]
 
 
 def _retraced(run: Callable[..., list[Any]], closed: Any) -> Any:

@@ -159,6 +159,8 @@ class Decided:
       replaced: Kernels of the tuned version, whichever version was kept.
       left: Why other equations are left to XLA -> number of kinds of such equations.
       plain, tuned: Seconds per call, from the same rounds; None if nothing was timed.
+      plain_bytes, tuned_bytes: Peak device memory of each version; None if nothing was compared, or if XLA does not
+        report it.
     """
 
     function: str
@@ -169,6 +171,8 @@ class Decided:
     left: Mapping[str, int] = dataclasses.field(default_factory=dict)
     plain: Seconds | None = None
     tuned: Seconds | None = None
+    plain_bytes: int | None = None
+    tuned_bytes: int | None = None
 
     @property
     def kept(self) -> str:
@@ -177,6 +181,8 @@ class Decided:
 
     def __str__(self) -> str:
         lines = [f"{self.function}({self.arguments})", f"  {self.kept}: {self.reason}"]
+        if self.plain_bytes is not None and self.tuned_bytes is not None:
+            lines.append(f"  peak memory: tuned {_mib(self.tuned_bytes)}, XLA's version {_mib(self.plain_bytes)}")
         lines += [f"  by a kernel: {each}" for each in self.replaced]
         lines += [
             f"  by XLA: {reason}" + (f" ({kinds} kinds)" if kinds > 1 else "") for reason, kinds in self.left.items()
@@ -224,7 +230,7 @@ class Trial:
                 return self._decided(NOTHING_REPLACED, lowered)
             if several:
                 return self._decided(PLANNED, lowered, lowered.lowered.compile())
-            return self._tried(lowered, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
+            return self._tried(lowered, traced, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
@@ -237,7 +243,7 @@ class Trial:
         platform: str = devices[0].platform
         return (_PLATFORMS.get(platform, platform)) if len(devices) == 1 else None
 
-    def _tried(self, lowered: Lowered, donated: Sequence[bool]) -> Decided:
+    def _tried(self, lowered: Lowered, traced: Any, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()
 
         def plain() -> Any:
@@ -255,20 +261,21 @@ class Trial:
         ):
             return self._doubted(f"the tuned version computed something else: {wrong}", lowered)
         del expected
+        memory = {"plain_bytes": peak_bytes(traced.lower().compile()), "tuned_bytes": peak_bytes(compiled)}
         if self.seconds is None:
-            return self._decided("kept without timing, as asked", lowered, compiled)
+            return self._decided("kept without timing, as asked", lowered, compiled, **memory)
         runs = {"plain": plain, "tuned": tuned}
         times = comparison.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
         reason = _compared(times["plain"], times["tuned"])
         kept = compiled if comparison.is_faster(times["tuned"], times["plain"]) else None
-        return self._decided(reason, lowered, kept, **times)
+        return self._decided(reason, lowered, kept, **times, **memory)
 
     def _plain(self, given: Arguments) -> Any:
         return self.jitted(*given.args, **given.kwargs)
 
-    def _decided(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **times: Seconds) -> Decided:
+    def _decided(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
         replaced, left = (lowered.replaced, lowered.left) if lowered else ((), {})
-        return Decided(self.function, self.given.described(), compiled, reason, replaced, left, **times)
+        return Decided(self.function, self.given.described(), compiled, reason, replaced, left, **measured)
 
     def _doubted(self, reason: str, lowered: Lowered | None = None) -> Decided:
         text.warn_safely(f"{self.function}: XLA's version answers, for {reason}")
@@ -282,3 +289,16 @@ def _compared(plain: Seconds, tuned: Seconds) -> str:
         f"tuned takes {seconds_text(tuned.median_s)} and XLA's version {seconds_text(plain.median_s)}; "
         f"round by round {1 + ahead.middle:.3f} times as long (between {between} in {plain.rounds} rounds)"
     )
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Returns the peak device memory of a compiled function, arguments and results included; None if not reported."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    given, made = found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(given + made + found.temp_size_in_bytes)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

@@ -228,7 +228,7 @@ def _attention(exp: Node) -> Attention | Left | None:
 def _live(graph: Graph, replaced: set[int]) -> set[int]:
     """Returns the equations that the results of a jaxpr need besides replaced arrays, by their ``id``."""
     live = set[int]()
-    left = graph.results + [x for node in graph.nodes if node.equation.effects for x in node.inputs]
+    left = [*graph.results] + [x for node in graph.nodes if node.equation.effects for x in node.inputs]
     while left:
         value = left.pop()
         if value.node is not None and id(value) not in replaced and id(value.node) not in live:
