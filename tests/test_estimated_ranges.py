@@ -162,7 +162,7 @@ def test_a_miss_is_settled_by_what_was_measured_before_what_was_estimated(measur
     (first, *_), _ = measured
     miss = Miss(first.key, 1, "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "", f"{__file__}:none")
     (one,) = weigh([miss], lambda *asked: Evidence([as_estimated(first), first]), lambda identity: CPU)
-    assert not one.settled.measurement.estimated
+    assert not one.covered_by.measurement.estimated
 
 
 def test_what_is_not_stored_is_told_with_the_chip_that_was_named():

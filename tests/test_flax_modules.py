@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import scheduler
-from scheduler.functions import in_context, optimize
+from scheduler.functions import ablation, optimize
 from scheduler.functions.pure import pure_call
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,7 @@ def test_derivatives_that_are_dropped_are_never_dropped_in_silence():
 
 
 def test_a_plan_of_a_step_is_of_all_its_problems_and_leaves_modules_as_they_are(monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.05)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.05)
     model, optimizer = made(Tuned)
     before = jax.tree.map(jnp.copy, state(model, optimizer))
     plan = scheduler.tune_function(nnx.jit(step), model, optimizer, batch(3), minutes=0)

@@ -164,14 +164,14 @@ def test_a_problem_joins_those_held_where_memory_holds_all_their_benches():
             <= memory
             < 2 * needed_buffer_bytes(some, CPU)
         )
-        assert pool._joins((DOUBLE, large, "cold"), False), "nothing is held"
-        with pool.holding(DOUBLE, some):
-            assert pool._joins((DOUBLE, least, "cold"), False)
-            assert not pool._joins((DOUBLE, DoubleProblem(5 * 2**22 + 8), "cold"), False)
-            assert not pool._joins((DOUBLE, least, "cold"), True), "it is to be held by itself"
-        with pool.holding(DOUBLE, least, to_itself=True):
-            assert not pool._joins((DOUBLE, some, "cold"), False)
-        with pytest.raises(NoCandidate), pool.holding(DOUBLE, DoubleProblem(2**32)):
+        assert pool._can_reserve((DOUBLE, large, "cold"), False), "nothing is held"
+        with pool.reserve(DOUBLE, some):
+            assert pool._can_reserve((DOUBLE, least, "cold"), False)
+            assert not pool._can_reserve((DOUBLE, DoubleProblem(5 * 2**22 + 8), "cold"), False)
+            assert not pool._can_reserve((DOUBLE, least, "cold"), True), "it is to be held by itself"
+        with pool.reserve(DOUBLE, least, exclusive=True):
+            assert not pool._can_reserve((DOUBLE, some, "cold"), False)
+        with pytest.raises(NoCandidate), pool.reserve(DOUBLE, DoubleProblem(2**32)):
             pass
 
 

@@ -434,7 +434,7 @@ class Shared(Noting):
         self.held, self.go = [], threading.Event()
 
     @contextlib.contextmanager
-    def holding(self, operation, problem, l2="cold", *, to_itself=False):
+    def reserve(self, operation, problem, l2="cold", *, exclusive=False):
         self.held.append(problem.n)
         if len(self.held) == 1:
             assert self.go.wait(60)

@@ -17,7 +17,7 @@ from operations import DoubleProblem
 
 import scheduler
 from scheduler import Plan, tune_function, tuned, tuned_matmul
-from scheduler.functions import answers, in_context
+from scheduler.functions import ablation, answers
 from scheduler.functions.answers import of_record
 from scheduler.functions.equations import ProblemCount
 from scheduler.store.store import Store, shipped
@@ -32,7 +32,7 @@ X = jnp.arange(8, dtype=jnp.float32)
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.4)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
 
@@ -261,11 +261,11 @@ def test_a_job_of_several_processes_is_told_to_plan_in_one(monkeypatch):
 
 def test_answers_that_save_little_are_decided_together_and_variants_are_few():
     gains = {i: 1e-3 / 2**i for i in range(20)}
-    found = in_context.groups(gains, 10e-3, 0.005)
+    found = ablation.groups(gains, 10e-3, 0.005)
     assert found[:5] == [(0,), (1,), (2,), (3,), (4,)]
     assert found[5:] == [tuple(range(5, 20))]
-    many = in_context.groups(dict.fromkeys(range(40), 1.0), 1.0, 0.005)
-    assert len(many) + 2 <= in_context.MOST_VARIANTS
+    many = ablation.groups(dict.fromkeys(range(40), 1.0), 1.0, 0.005)
+    assert len(many) + 2 <= ablation.MOST_VARIANTS
     assert sorted(i for group in many for i in group) == list(range(40))
 
 

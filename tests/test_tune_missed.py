@@ -82,14 +82,14 @@ def test_a_record_that_holds_settles_a_miss_and_one_that_does_not_leaves_it_open
     record = next(shipped().records(operation="matmul", hardware=H200))
     one = miss(record.key.problem)
     (settled,) = weigh([one], knowing(record), identified)
-    assert isinstance(settled.settled, Entry)
+    assert isinstance(settled.covered_by, Entry)
     assert worth_tuning([settled]) == ([], [])
     stale = dataclasses.replace(record, versions=dict.fromkeys(record.versions, 0))
     (open_,) = weigh([one], knowing(stale), identified)
-    assert open_.settled is None
+    assert open_.covered_by is None
     assert open_.best_s is not None
     (again,) = weigh([one], knowing(stale, record), identified)
-    assert again.settled == settled.settled
+    assert again.covered_by == settled.covered_by
 
 
 def case(number, library_s, best_s, lowered=1):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler import Plan, tune_function
 from scheduler.cli.app import app
-from scheduler.functions import in_context
+from scheduler.functions import ablation
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
 
@@ -40,7 +40,7 @@ def lone():
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.4)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
 

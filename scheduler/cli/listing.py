@@ -146,7 +146,7 @@ class _Here:
         plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         if plugins and (not platforms or platforms & {"cuda", "gpu"}):
             visible = nvidia_smi.visible()
-            asked = [nvidia_smi.told("name", name) for name in ([None] if visible is None else visible)]
+            asked = [nvidia_smi.query("name", name) for name in ([None] if visible is None else visible)]
             if kinds := frozenset(kind for rows in asked for (kind,) in rows):
                 return cls(kinds)
         if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():

@@ -71,7 +71,7 @@ def misses(
         say(f"forgot {store.misses.forget(miss.key for miss in kept)} misses")
         return
     weighed = _weighed(kept)
-    shown = [one for one in weighed if everything or one.settled is None]
+    shown = [one for one in weighed if everything or one.covered_by is None]
     if as_json:
         print_json([missed_json(one) for one in shown])
     elif shown:
@@ -141,11 +141,11 @@ def _say_elsewhere(keys: Sequence[Key], here: Hardware) -> None:
             say(f"{count} of {chip} are left out: this is {here.id}")
 
 
-def _nothing(store: Store, settled: int) -> str:
+def _nothing(store: Store, count_covered: int) -> str:
     from scheduler.dispatch import stored as asked
 
-    if settled:
-        return f"Records have settled all {settled} misses in {store.location}; --all lists them."
+    if count_covered:
+        return f"Records have settled all {count_covered} misses in {store.location}; --all lists them."
     off = "" if asked.noted_misses() else f": {asked.MISSES_ENVIRONMENT} turns the noting of them off"
     return f"No misses are in {store.location}{off}."
 
@@ -166,7 +166,7 @@ def missed_json(one: Missed) -> Json:
         "last": miss.last,
         "line": miss.line,
         "place": miss.place,
-        "settled": one.settled is not None,
+        "settled": one.covered_by is not None,
         "library_s": one.library_s,
         "best_s": one.best_s,
         "gain_s": one.gain_s,
@@ -203,8 +203,8 @@ def _row(one: Missed, total_s: float) -> Row:
         "" if not gain_s or not total_s else f"{gain_s / total_s:.1%}",
     ]
     since = ""
-    if one.settled is not None:
-        since = f"settled: {choice_text(one.settled.backend, one.settled.schedule)}"
+    if one.covered_by is not None:
+        since = f"settled: {choice_text(one.covered_by.backend, one.covered_by.schedule)}"
     return Row(
         f"{miss.key.operation} {format_problem(miss.key.operation, miss.key.problem)}",
         figures,

@@ -88,7 +88,7 @@ def describe(target: Target) -> Hardware:
     share = target.cores / row.cores
     rates = MappingProxyType({name: rate * share for name, rate in row.flops_per_s.items()})
     return dataclasses.replace(
-        row, kind=target.kind, cores=target.cores, flops_per_s=rates, borrowed=row.kind != target.kind
+        row, kind=target.kind, cores=target.cores, flops_per_s=rates, extrapolated=row.kind != target.kind
     )
 
 

@@ -306,17 +306,17 @@ class _Deciding:
         )
         return found if isinstance(found, str) else self._decision(hardware, *found)
 
-    def _missed(self, hardware: Hardware, useless: str) -> Decision:
+    def _missed(self, hardware: Hardware, invalid_reason: str) -> Decision:
         policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
         if policy == "error":
             note_miss(self.cache, self.operation, key)
             stop_script_import()  # the suggested command imports the script that made this call
-            why = f" ({useless})" if useless else ""
+            why = f" ({invalid_reason})" if invalid_reason else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
-        if isinstance(useless, Changed) and (policy != "tune" or self.options.target):
+        if isinstance(invalid_reason, Changed) and (policy != "tune" or self.options.target):
             command = hints.tune(self.operation, self.problem, hardware)
-            warn_once(f"{self._question(hardware)}: {useless}; to measure it again, run: {command}")
+            warn_once(f"{self._question(hardware)}: {invalid_reason}; to measure it again, run: {command}")
         if policy == "xla":
             say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"

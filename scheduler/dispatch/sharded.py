@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.listening import digest
+from scheduler.dispatch.query_recorder import digest
 from search_spaces import partitioning_compat
 from search_spaces.front_end import Shape, split_axes
 from search_spaces.operation import Operation, Params

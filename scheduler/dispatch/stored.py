@@ -58,13 +58,13 @@ def stored(
       Backend, schedule and origin. If nothing stored can be used, the reason, or "" if nothing is stored. The reason is
       a `Changed` if code was edited.
     """
-    question, useless = f"{operation.name} {problem} on {hardware.kind}", ""
+    question, invalid_reason = f"{operation.name} {problem} on {hardware.kind}", ""
     estimated: tuple[str, Schedule, str] | None = None
     for place, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
             say_once(f"{question}: the schedule in {place} no longer holds: {found}")
-            useless = useless or type(found)(f"what {place} has does not hold: {found}")
+            invalid_reason = invalid_reason or type(found)(f"what {place} has does not hold: {found}")
         elif not record.estimated:
             return found.backend, found.schedule, f"measured, from {place}"
         elif estimated is None:
@@ -76,16 +76,16 @@ def stored(
             held = [record for _, record in cache.find(key, shared_only=shared_only)]
             return iter(sorted(held, key=lambda record: record.estimated))
 
-        lying = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
-        if isinstance(lying, RangeAnswer):
-            if not lying.estimated or (estimates and estimated is None):
-                return lying.backend, lying.schedule, lying.reason
-        elif lying:
-            say_once(f"{question}: {lying}")
-            useless = useless or lying
+        in_range = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
+        if isinstance(in_range, RangeAnswer):
+            if not in_range.estimated or (estimates and estimated is None):
+                return in_range.backend, in_range.schedule, in_range.reason
+        elif in_range:
+            say_once(f"{question}: {in_range}")
+            invalid_reason = invalid_reason or in_range
     if estimated is not None and estimates:
         return estimated
-    return useless
+    return invalid_reason
 
 
 def evidence(
@@ -157,8 +157,8 @@ def calling_line() -> str:
     For a call traced within another function, this is the line in that function. For an eager call, it is the line of
     the call.
     """
-    if (told := _asking.get()) is not None:
-        return told
+    if (line := _asking.get()) is not None:
+        return line
     traced = frames.traced(source_info_util.current().traceback)
     call = frames.asked_by(traced) or frames.asked_by(_running())
     return f"{os.path.abspath(call.file)}:{call.line}" if call else ""

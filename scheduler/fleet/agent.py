@@ -29,7 +29,7 @@ from scheduler.fleet.messages import (
     versions,
 )
 from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
-from scheduler.measure.conversation import Limits, replied
+from scheduler.measure.conversation import Timeouts, replied
 from scheduler.measure.pool import Pool, open_runner
 from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import Runner, RunnerOptions
@@ -149,7 +149,7 @@ class Relay:
         self._order, self._say = order, say
         self.finished = False
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         return Lease(owner, time.time() + seconds)  # the driver holds the effective lease
 
     def release(self, key: Key, owner: str) -> None:
@@ -223,7 +223,7 @@ class CompileAgent:
     def __init__(self, options: RunnerOptions) -> None:
         self._options = options
         self._compilers = Compilers(count_of(options.workers))
-        self._limits: Limits | None = None
+        self._timeouts: Timeouts | None = None
 
     def describe(self) -> dict[str, Any]:
         """Returns `host`, `versions`, and the `count` of processes."""
@@ -231,7 +231,7 @@ class CompileAgent:
 
     def begin(self, target: Target) -> None:
         """Starts the processes, which compile for `target`."""
-        self._limits = Limits(self._options, chips.describe(target))
+        self._timeouts = Timeouts(self._options, chips.describe(target))
         self._compilers.start()
         self._compilers.aim(target)
 
@@ -242,16 +242,16 @@ class CompileAgent:
         """
         request = decode(message)
         assert isinstance(request, Request)
-        assert self._limits is not None, "`begin` comes first"
+        assert self._timeouts is not None, "`begin` comes first"
         write_files(files, self._compilers.directory)
-        reply = replied(functools.partial(self._answer, request, self._limits))
+        reply = replied(functools.partial(self._answer, request, self._timeouts))
         if not isinstance(reply, Answer) or reply.programs is None:
             return encode(reply), {}
         made = read_files(reply.programs, self._compilers.directory)
         self._compilers.forget(reply.programs)
         return encode(reply), made
 
-    def _answer(self, request: Request, limits: Limits) -> Answer:
+    def _answer(self, request: Request, timeouts: Timeouts) -> Answer:
         operation = load(request.operation)
         task = MeasureTask(
             operation,
@@ -263,5 +263,5 @@ class CompileAgent:
             raising=request.raising,
             fingerprint=request.fingerprint,
         )
-        found = self._compilers.compile(task, request.do, limits, request.programs)
+        found = self._compilers.compile(task, request.do, timeouts, request.programs)
         return Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)

@@ -23,7 +23,7 @@ from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import comparison, in_context, pure
+from scheduler.functions import ablation, comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Arguments, Decided, Trial
@@ -141,7 +141,7 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(in_context.selected_backends().values())
+        self._operations = tuple(ablation.selected_backends().values())
         self._named = backends_of_each(self._operations, backends)
         self._asked()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes

@@ -20,8 +20,8 @@ from scheduler.core.records import Clock, Entry, Key, Measurement, Record, Sched
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
 from scheduler.functions import comparison
+from scheduler.functions.ablation import CompiledFunction, Reference
 from scheduler.functions.comparison import Seconds
-from scheduler.functions.in_context import CompiledFunction, Reference
 from scheduler.functions.problems import problems
 from scheduler.search.final_comparison import Margin
 from search_spaces import load_known

@@ -138,7 +138,9 @@ def _table(row: ProblemCount) -> Iterator[str]:
     if locate(row.operation) is None:
         yield f"# left out: {row.operation.name} {row.problem}; no module holds its operation, so no search can load it"
         return
-    told = row.problem.told() | ({"dtype": dtype} if (dtype := getattr(row.problem, "dtype", None)) else {})
+    told = row.problem.non_default_fields() | (
+        {"dtype": dtype} if (dtype := getattr(row.problem, "dtype", None)) else {}
+    )
     fields = [field.name for field in dataclasses.fields(row.problem)]
     yield "[[problem]]" + (f"  # {problem_lines(row.lines)}" if row.lines else "")
     yield f"operation = {json.dumps(hints.name(row.operation))}"

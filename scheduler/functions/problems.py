@@ -22,8 +22,8 @@ from scheduler.core.files import replace_text
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
-from scheduler.dispatch.listening import Listener, Listening
 from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions
 from scheduler.functions import equations, problem_report
 from scheduler.functions.equations import (
     Body,
@@ -61,14 +61,14 @@ class TunedCall:
     Attributes:
       count: How often one call of the function runs it.
       line: The line of the user's code; None if unknown.
-      listener: Records the queries of each device where XLA partitions the call; None if the call already runs on one
+      recorder: Records the queries of each device where XLA partitions the call; None if the call already runs on one
         device.
     """
 
     equation: Any
     count: int
     line: Call | None
-    listener: Listener | None = None
+    recorder: QueryRecorder | None = None
 
     @property
     def operation(self) -> Operation[Any]:
@@ -84,12 +84,12 @@ class TunedCall:
     @property
     def asks(self) -> Sequence[tuple[Operation[Any], Problem]]:
         """The problems that the call queries from a store; empty if XLA computes it."""
-        return [(self.operation, self.problem)] if self.listener is None else self.listener.asked
+        return [(self.operation, self.problem)] if self.recorder is None else self.recorder.queries
 
     @property
     def why_not(self) -> str:
         """Why the call makes no query."""
-        return "; ".join(dict.fromkeys(self.listener.left if self.listener else ())) or "XLA drops it"
+        return "; ".join(dict.fromkeys(self.recorder.not_recorded if self.recorder else ())) or "XLA drops it"
 
 
 def local_calls(function: Traced) -> list[TunedCall]:
@@ -207,9 +207,9 @@ def _listening(body: Body, found: list[TunedCall]) -> Any:
         if equation.primitive is tuned_call_p:
             asked, library = equation.params["options"].backends, equation.params["operation"].library.backend
             # XLA partitions calls that allow only the library by itself.
-            options = Listening(backends=asked if asked == {library} else None)
+            options = RecordingOptions(backends=asked if asked == {library} else None)
             if body.count and _asks(equation):
-                found.append(TunedCall(equation, body.count, line, None if body.manual else options.listener))
+                found.append(TunedCall(equation, body.count, line, None if body.manual else options.recorder))
             return equation.replace(params=equation.params | {"options": options})
         times, manual = {id(jaxpr): each for jaxpr, each in held(equation)}, body.manual or is_manual(equation)
 

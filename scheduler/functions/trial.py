@@ -16,9 +16,9 @@ from scheduler.core import text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
-from scheduler.functions import comparison, in_context
+from scheduler.functions import ablation, comparison
+from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.comparison import Seconds
-from scheduler.functions.in_context import Lowered, Replaced
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Trial:
                 f"it has side effects ({kinds}), and trying it both ways would have them several times"
             )
         try:
-            lowered = in_context.lower_with_kernels(traced, self.options)
+            lowered = ablation.lower_with_kernels(traced, self.options)
             if not lowered.replaced:
                 return self._decided(NOTHING_REPLACED, lowered)
             if several:

@@ -20,10 +20,7 @@ from scheduler.core.plan import Figure, Plan, Variant
 from scheduler.core.progress import Progress
 from scheduler.dispatch import calls, dispatch
 from scheduler.functions import comparison
-from scheduler.functions.answers import MIN_GAIN, Known, Search, known
-from scheduler.functions.comparison import Seconds
-from scheduler.functions.equations import ProblemCount
-from scheduler.functions.in_context import (
+from scheduler.functions.ablation import (
     MOST_ADDED,
     AblationResult,
     CompiledFunction,
@@ -33,6 +30,9 @@ from scheduler.functions.in_context import (
     failure,
     groups,
 )
+from scheduler.functions.answers import MIN_GAIN, Known, Search, known
+from scheduler.functions.comparison import Seconds
+from scheduler.functions.equations import ProblemCount
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
@@ -145,14 +145,14 @@ class _Tuning:
         rounding = comparison.rounding(row.problem for row in self.rows)
         reference = Reference(xla, jax.block_until_ready(xla()), rounding)
         candidates = [i for i in range(len(self.known)) if i not in self.reasons]
-        candidates, everything = self._that_run(candidates, reference)
+        candidates, everything = self._usable(candidates, reference)
         step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
-        added = self._that_tie(candidates, step_s, reference)
+        added = self._tied(candidates, step_s, reference)
         if everything is None and not added:
             left = sum(each.library is None for each in self.known)
             untuned = f"; {left} of {len(self.known)} problems are not tuned" if left else ""
             return self._without(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
-        kept, ablated = self._that_help(candidates, everything or xla, added, xla, step_s)
+        kept, ablated = self._beneficial(candidates, everything or xla, added, xla, step_s)
         self.reasons |= {i: f"alone it is faster, but {ablated[i]}" for i in candidates if i not in kept}
         no_doubt = "alone it is about as fast, and the function is not faster with it beyond doubt"
         self.reasons |= {i: f"{no_doubt}: {ablated[i]}" for i in added if i not in kept}
@@ -168,7 +168,7 @@ class _Tuning:
         ]
         return Plan(self.name, self.chip.id, self.chip.kind, environment(""), __version__, tuple(answers))
 
-    def _that_run(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
+    def _usable(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
         """Returns the candidates that work inside the function, and the function with all of them (None if there are
         none).
         """
@@ -191,7 +191,7 @@ class _Tuning:
             return [], None
         return usable, everything
 
-    def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
+    def _tied(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
         """Returns the function with all candidates plus one tied kernel, for the tied problems that take longest."""
         tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= MIN_GAIN * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
@@ -204,7 +204,7 @@ class _Tuning:
                 runs[i] = run
         return runs
 
-    def _that_help(
+    def _beneficial(
         self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
     ) -> tuple[list[int], dict[int, AblationResult]]:
         """Returns the candidates that speed up the function, and the comparison of each."""

@@ -166,7 +166,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     except SchedulerError as error:
         yield Finding("hardware", "broken", str(error))
         return
-    if hardware.borrowed:
+    if hardware.extrapolated:
         rough = f"predictions, by the figures of another {hardware.architecture}, are rough"
         yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {rough}")
     else:

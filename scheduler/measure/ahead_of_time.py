@@ -17,7 +17,7 @@ from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Outcome
 from scheduler.measure import estimate, protocol
-from scheduler.measure.conversation import Limits
+from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children, Limit
@@ -37,7 +37,7 @@ def elsewhere(hardware: Hardware) -> Hardware:
     The lower bound of a problem does not apply to estimates (`borrowed`). The compiler's estimate assumes that reads
     and writes of memory overlap, so it can be below the bound of a memory-bound program.
     """
-    return dataclasses.replace(hardware, abilities=NOT_HERE, borrowed=True)
+    return dataclasses.replace(hardware, abilities=NOT_HERE, extrapolated=True)
 
 
 def unable(hardware: Hardware) -> str | None:
@@ -77,7 +77,7 @@ class AheadOfTime:
         self.hardware = elsewhere(hardware)
         self.slots = max(1, min(options.workers or max(1, cores() - 1), Gpu.none().free_bytes // PROCESS_BYTES))
         self.environment = environment(driver=f"libtpu {importlib.metadata.version('libtpu')}")
-        self._options, self._limits = options, Limits(options, self.hardware)
+        self._options, self._timeouts = options, Timeouts(options, self.hardware)
         self._children = Children()
         self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
         self._numbers = itertools.count()
@@ -97,8 +97,8 @@ class AheadOfTime:
             )
         return self.slots
 
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         self.capacity(operation, problem, l2)
         return contextlib.nullcontext()
@@ -128,7 +128,7 @@ class AheadOfTime:
         try:
             if worker.pid is None and (refused := worker.begin()) is not None:
                 raise refused
-            return worker.request(request, self._limit(task, do), self._limits.ended).outcome
+            return worker.request(request, self._limit(task, do), self._timeouts.record_compile).outcome
         finally:
             self._free.put(worker)
 
@@ -140,7 +140,7 @@ class AheadOfTime:
         if do == "confirm":
             return lambda step: INTERPRETER_LIMIT_S
         patient = task.operation.kernel(task.backend).library and self._options.compile_timeout_s is None
-        usual = self._limits.of(task)
+        usual = self._timeouts.for_task(task)
         return lambda step: LIBRARY_LIMIT_S if patient and step == "compile" else usual(step)
 
 

@@ -101,7 +101,7 @@ class Bench:
         self._unfilled: Callable[[], None] | None = None  # fills `_draw` and `_sets`
         # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
         # there.
-        bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
+        bounded = self._l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
         self._least_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
         self._results: collections.deque[Results] = collections.deque()
@@ -411,32 +411,32 @@ def _runs(problem: Problem) -> int:
 # ------------------------------------------------------------------------------
 # Caches the benches of the current problems, and rebuilds a bench that a candidate may have damaged.
 
-What = TypeVar("What", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 O = TypeVar("O", bound=Outcome | None)  # noqa: E741
 
 
 @dataclasses.dataclass
-class _AtHand:
+class _CachedBench:
     """A bench, and whether any candidate, of any problem, has run since it was made."""
 
     bench: Bench
     used: bool = False
 
 
-class BenchesAtHand(Generic[What]):
+class BenchCache(Generic[Key]):
     """Caches one bench for each problem that is being searched.
 
     Args:
       make: creates the bench of a key, which identifies the operation, the problem and the cache state of its operands.
     """
 
-    def __init__(self, make: Callable[[What], Bench]) -> None:
+    def __init__(self, make: Callable[[Key], Bench]) -> None:
         self._make = make
-        self._benches: dict[What, _AtHand] = {}
+        self._benches: dict[Key, _CachedBench] = {}
 
     @measurements()
-    def ask(self, what: What, question: Callable[[Bench], O], *, beside: Collection[What] = ()) -> O:
-        """Calls `question` with the bench of `what` and returns the result.
+    def ask(self, key: Key, question: Callable[[Bench], O], *, beside: Collection[Key] = ()) -> O:
+        """Calls `question` with the bench of `key` and returns the result.
 
         A candidate fails verification only if it is wrong with intact operands and an intact reference. An earlier
         candidate may have written out of bounds and damaged them; the bench is then rebuilt and the question is
@@ -446,22 +446,22 @@ class BenchesAtHand(Generic[What]):
           beside: the other problems for which benches are kept.
         """
         # Free the device memory of other benches before this bench is made.
-        self._benches = {held: bench for held, bench in self._benches.items() if held == what or held in beside}
-        answer = question(self._of(what).bench)
+        self._benches = {held: bench for held, bench in self._benches.items() if held == key or held in beside}
+        answer = question(self._of(key).bench)
         if isinstance(answer, Failure) and answer.stage == "verify":
-            at_hand = self._of(what)
-            if at_hand.used and not at_hand.bench.intact():
-                del at_hand, self._benches[what]
-                answer = question(self._of(what).bench)
-        for at_hand in self._benches.values():
-            at_hand.used = True
+            cached = self._of(key)
+            if cached.used and not cached.bench.intact():
+                del cached, self._benches[key]
+                answer = question(self._of(key).bench)
+        for cached in self._benches.values():
+            cached.used = True
         return answer
 
     def drop(self) -> None:
         """Frees the device memory of all benches."""
         self._benches = {}
 
-    def _of(self, what: What) -> _AtHand:
-        if what not in self._benches:
-            self._benches[what] = _AtHand(self._make(what))
-        return self._benches[what]
+    def _of(self, key: Key) -> _CachedBench:
+        if key not in self._benches:
+            self._benches[key] = _CachedBench(self._make(key))
+        return self._benches[key]

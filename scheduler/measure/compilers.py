@@ -39,7 +39,7 @@ from scheduler.measure.worker_process import (
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
-    from scheduler.measure.conversation import Limits
+    from scheduler.measure.conversation import Timeouts
     from scheduler.measure.runner import Task
 
 # The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
@@ -164,7 +164,7 @@ class Compilers:
             self._main.aim(target)
         self._aimed.set()
 
-    def compile(self, task: Task, do: Do, limits: Limits, programs: Programs | None = None) -> Programs | Failure:
+    def compile(self, task: Task, do: Do, timeouts: Timeouts, programs: Programs | None = None) -> Programs | Failure:
         """Compiles the programs of a candidate; returns their files, or the failure. Blocks.
 
         If no process can compile for a chip that it does not see, the result is empty and the measuring process
@@ -174,14 +174,14 @@ class Compilers:
           WorkerError: a defect of this package, not of the candidate; or the processes were stopped.
           CandidateFailed: the candidate raised an exception and `task.raising` is set.
         """
-        return self._answered(requested(task, do, programs=programs), task, limits)
+        return self._answered(requested(task, do, programs=programs), task, timeouts)
 
-    def prepare(self, task: Task, parts: int, limits: Limits) -> None:
+    def prepare(self, task: Task, parts: int, timeouts: Timeouts) -> None:
         """Starts compiling the programs that check the results of a problem. Does not wait, and ignores failures."""
 
         def ask(part: int) -> None:
             with contextlib.suppress(SchedulerError):  # the measuring process reports the error again
-                self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, limits)
+                self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, timeouts)
 
         for part in range(parts):
             threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
@@ -193,13 +193,13 @@ class Compilers:
         for helper in helpers:
             self._release(helper)
 
-    def _answered(self, request: Request, task: Task, limits: Limits) -> Programs | Failure:
-        limit_s = limits.of(task)
+    def _answered(self, request: Request, task: Task, timeouts: Timeouts) -> Programs | Failure:
+        limit_s = timeouts.for_task(task)
         while True:
             if (process := self._take(request.do)) is None:
                 return Programs()
             try:
-                result = process.request(request, limit_s, limits.ended)
+                result = process.request(request, limit_s, timeouts.record_compile)
                 break
             except HelperLost:
                 continue

@@ -56,7 +56,7 @@ RUN_LIMIT_S = 10.0
 FIRST_RUN_LIMIT_S = 60.0  # while no candidate has been timed
 
 
-class Limits:
+class Timeouts:
     """The timeout of each step: as set in `options`, else adapted to this pool's earlier candidates.
 
     Args:
@@ -69,7 +69,7 @@ class Limits:
         self._compile_s: collections.deque[float] = collections.deque(maxlen=100)
         self._best_s: dict[tuple[Operation[Any], Problem], float] = {}
 
-    def of(self, task: Task) -> Limit:
+    def for_task(self, task: Task) -> Limit:
         """Returns a function from a step of this task to its timeout in seconds; None means no limit."""
 
         def limit_s(step: str) -> float | None:
@@ -85,11 +85,11 @@ class Limits:
 
         return limit_s
 
-    def saw(self, task: Task, measured: Measurement) -> None:
+    def record_run(self, task: Task, measured: Measurement) -> None:
         what = task.operation, task.problem
         self._best_s[what] = min(measured.median_s, self._best_s.get(what, math.inf))
 
-    def ended(self, step: str, seconds: float) -> None:
+    def record_compile(self, step: str, seconds: float) -> None:
         if step == "compile":
             self._compile_s.append(seconds)
 

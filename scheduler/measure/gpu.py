@@ -149,7 +149,7 @@ class Gpu:
         if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        found = nvidia_smi.told("uuid,driver_version,memory.free,memory.total", index)
+        found = nvidia_smi.query("uuid,driver_version,memory.free,memory.total", index)
         if len(found) != 1 or len(parts := found[0]) != 4:
             return None
         return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
@@ -160,8 +160,8 @@ class Gpu:
         if not cuda_wanted():
             return {}
         if (names := nvidia_smi.visible()) is None:
-            return {int(index): name for index, name in nvidia_smi.told("index,name")}
-        found = ((number, nvidia_smi.told("name", name)) for number, name in enumerate(names))
+            return {int(index): name for index, name in nvidia_smi.query("index,name")}
+        found = ((number, nvidia_smi.query("name", name)) for number, name in enumerate(names))
         return {number: told[0][0] for number, told in found if told}
 
     @classmethod

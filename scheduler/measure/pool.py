@@ -22,7 +22,7 @@ from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
-from scheduler.measure.conversation import Limits
+from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.protocol import Do, Held, Programs
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
@@ -43,7 +43,7 @@ SEARCHES = 3
 # process, so that it is never idle; and compilation goes on while the measuring process compiles a library program.
 READY = 10
 
-What = tuple[Operation[Any], Problem, L2]
+BenchKey = tuple[Operation[Any], Problem, L2]
 
 
 def start_runner(
@@ -146,11 +146,11 @@ class Pool:
         # While another pool times its finalists, this pool compiles on more than its share of the processes.
         compiling = min(self._compilers.count, 2 * self._processes.share)
         self.slots = compiling + min(compiling + 1, READY)
-        self._compiled: dict[What, dict[Any, Programs]] = {}
-        self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
-        self._held: dict[What, int] = {}  # the number of searches that hold each problem, the oldest problem first
-        self._alone = False  # whether the held problem excludes others
-        self._waiting: list[object] = []  # searches that wait to hold a problem, in order of arrival
+        self._compiled: dict[BenchKey, dict[Any, Programs]] = {}
+        self._to_confirm: dict[BenchKey, dict[Any, Future[Programs | Failure]]] = {}
+        self._reserved: dict[BenchKey, int] = {}  # searches per problem, oldest problem first
+        self._exclusive = False  # whether the reserved problem excludes others
+        self._waiting: list[object] = []  # searches that wait, in order of arrival
         self._requests: list[tuple[int, int]] = []  # heap of requests that wait for the measuring process
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
@@ -166,7 +166,7 @@ class Pool:
             raise
         own_clock = self.hardware.abilities.clock != "wall"
         self.searches = options.searches or (SEARCHES if own_clock else 1)
-        self._limits = Limits(options, self.hardware)
+        self._timeouts = Timeouts(options, self.hardware)
         self.environment = environment(driver=gpu.driver)
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
@@ -174,36 +174,36 @@ class Pool:
         return self.slots
 
     @contextlib.contextmanager
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> Iterator[None]:
         self.capacity(operation, problem, l2)
-        what = operation, problem, l2
-        with Threads[What, None](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
-            threads.call(functools.partial(self._hold, to_itself=to_itself), what)
+        key = operation, problem, l2
+        with Threads[BenchKey, None](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
+            threads.call(functools.partial(self._wait_until_reserved, exclusive=exclusive), key)
         try:
             yield
         finally:
-            self._release(what)
+            self._release(key)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         programs = self._known(task)
         kernel = task.operation.kernel(task.backend)
         if programs is None and not kernel.library and not kernel.vendor:
-            found = self._compilers.compile(task, "measure", self._limits)
+            found = self._compilers.compile(task, "measure", self._timeouts)
             if isinstance(found, Failure):
                 return found
-            programs = self._compiled.setdefault(_what(task), {})[_candidate(task)] = found
+            programs = self._compiled.setdefault(_bench_key(task), {})[_candidate(task)] = found
         outcome = self._ask(task, "again" if again else "measure", programs)
         assert outcome is not None
         if isinstance(outcome, Measurement):
-            self._limits.saw(task, outcome)
+            self._timeouts.record_run(task, outcome)
         return outcome
 
     def confirm(self, task: Task) -> Failure | None:
         self.compile_ahead(task)
         programs = self._known(task)
-        if (compiling := self._to_confirm.get(_what(task), {}).get(_candidate(task))) is not None:
+        if (compiling := self._to_confirm.get(_bench_key(task), {}).get(_candidate(task))) is not None:
             found = compiling.result()
             if isinstance(found, Failure):
                 return found
@@ -214,14 +214,14 @@ class Pool:
 
     def compile_ahead(self, task: Task) -> None:
         """Starts compiling the programs that `confirm` of this task runs, once per candidate. Does not block."""
-        programs, what = self._known(task), _what(task)
+        programs, key = self._known(task), _bench_key(task)
         if programs is None or not programs.candidate:
             return
         with self._changed:
-            known = self._to_confirm.setdefault(what, {})
+            known = self._to_confirm.setdefault(key, {})
             if (candidate := _candidate(task)) in known:
                 return
-            compile_it = functools.partial(self._compilers.compile, task, "confirm", self._limits, programs)
+            compile_it = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
             known[candidate] = in_thread(compile_it, "scheduler-ahead")
 
     def help(self, sends: Sequence[Transport]) -> None:
@@ -242,8 +242,8 @@ class Pool:
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
         """Sends a request to the measuring process and returns the outcome."""
-        what = _what(task)
-        with self._device(what) as held:
+        key = _bench_key(task)
+        with self._device(key) as held:
             if not self._closed:
                 self._require_process()
             beside = tuple(
@@ -252,7 +252,7 @@ class Pool:
                 if (named := locate(operation)) is not None
             )
             request = requested(task, do, beside, programs)
-            result = self._measuring.request(request, self._limits.of(task), self._limits.ended)
+            result = self._measuring.request(request, self._timeouts.for_task(task), self._timeouts.record_compile)
         if result.refused and not self._warned:
             self._warned = True
             text.warn_safely(f"candidates are compiled once more, where they are measured: {result.refused}")
@@ -284,14 +284,14 @@ class Pool:
             raise WorkerError(f"the driver says that the chip is {self._target}, and JAX says {self._found()}")
 
     @contextlib.contextmanager
-    def _device(self, what: What) -> Iterator[tuple[What, ...]]:
+    def _device(self, key: BenchKey) -> Iterator[tuple[BenchKey, ...]]:
         """Gives the calling thread exclusive use of the measuring process; yields the problems that are held.
 
         Requests of the problem that has been held longest are served first.
         """
         with self._changed:
-            held = tuple(self._held)
-            request = held.index(what) if what in held else len(held), next(self._numbers)
+            held = tuple(self._reserved)
+            request = held.index(key) if key in held else len(held), next(self._numbers)
             heapq.heappush(self._requests, request)
             try:
                 while self._busy or self._requests[0] != request:
@@ -300,7 +300,7 @@ class Pool:
                 self._requests.remove(request)
                 heapq.heapify(self._requests)
             self._busy = True
-            held = tuple(self._held)
+            held = tuple(self._reserved)
         try:
             yield held
         finally:
@@ -308,54 +308,56 @@ class Pool:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _hold(self, what: What, *, to_itself: bool) -> None:
-        """Waits until `what` can be held, with other problems or exclusively. The caller must call `_release` later."""
+    def _wait_until_reserved(self, key: BenchKey, *, exclusive: bool) -> None:
+        """Waits until `key` can be held, with other problems or exclusively. The caller must call `_release` later."""
         with self._changed:
             ticket = object()
             self._waiting.append(ticket)
             try:
-                while what not in self._held and (self._waiting[0] is not ticket or not self._joins(what, to_itself)):
+                while key not in self._reserved and (
+                    self._waiting[0] is not ticket or not self._can_reserve(key, exclusive)
+                ):
                     self._changed.wait(WAKE_S)
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-            if not self._held:
-                self._alone = to_itself
-            self._held[what] = self._held.get(what, 0) + 1
-            first = self._held[what] == 1
+            if not self._reserved:
+                self._exclusive = exclusive
+            self._reserved[key] = self._reserved.get(key, 0) + 1
+            first = self._reserved[key] == 1
         if first:
-            self._prepare(what)
+            self._prepare(key)
 
-    def _prepare(self, what: What) -> None:
+    def _prepare(self, key: BenchKey) -> None:
         """Starts compiling the programs that check the results of a problem and of its neighbour."""
-        operation, problem, l2 = what
+        operation, problem, l2 = key
         for each, parts in ((problem, PARTS), (problem.neighbour(), PARTS - 1)):
             if each is not None:
                 task = Task(operation, each, operation.library.backend, {}, 1, l2)
-                self._compilers.prepare(task, parts, self._limits)
+                self._compilers.prepare(task, parts, self._timeouts)
 
-    def _release(self, what: What) -> None:
+    def _release(self, key: BenchKey) -> None:
         with self._changed:
-            self._held[what] -= 1
-            if not self._held[what]:
-                del self._held[what]
-                self._forget(what)
+            self._reserved[key] -= 1
+            if not self._reserved[key]:
+                del self._reserved[key]
+                self._forget(key)
             self._changed.notify_all()
 
-    def _joins(self, what: What, to_itself: bool) -> bool:
+    def _can_reserve(self, key: BenchKey, exclusive: bool) -> bool:
         """Returns whether a problem can be held together with those already held."""
-        if not self._held or to_itself or self._alone:
-            return not self._held
-        needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._held, what))
+        if not self._reserved or exclusive or self._exclusive:
+            return not self._reserved
+        needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._reserved, key))
         return needed <= self._memory_bytes
 
     def _known(self, task: Task) -> Programs | None:
-        return self._compiled.get(_what(task), {}).get(_candidate(task))
+        return self._compiled.get(_bench_key(task), {}).get(_candidate(task))
 
-    def _forget(self, what: What) -> None:
-        for programs in self._compiled.pop(what, {}).values():
+    def _forget(self, key: BenchKey) -> None:
+        for programs in self._compiled.pop(key, {}).values():
             self._compilers.forget(programs)
-        for compiling in self._to_confirm.pop(what, {}).values():
+        for compiling in self._to_confirm.pop(key, {}).values():
             compiling.add_done_callback(self._forget_unused)
 
     def _forget_unused(self, compiled: Future[Programs | Failure]) -> None:
@@ -371,7 +373,7 @@ class Pool:
         self.close()
 
 
-def _what(task: Task) -> What:
+def _bench_key(task: Task) -> BenchKey:
     return task.operation, task.problem, task.l2
 
 

@@ -19,7 +19,7 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
-from scheduler.measure.bench import Bench, BenchesAtHand
+from scheduler.measure.bench import Bench, BenchCache
 from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.conversation import converse, loads_otherwise
 from scheduler.measure.fork_server import channel_to_parent
@@ -47,7 +47,7 @@ class Measuring:
         self._exclusive, self._announce = Gpu("", hello.uuid, "", 0).exclusive, announce
         hardware = chips.describe(self.target)
         self._loader = _Loader(hardware, announce, Path(hello.programs))
-        self._benches = BenchesAtHand(functools.partial(self._made, hardware))
+        self._benches = BenchCache(functools.partial(self._made, hardware))
 
     def answer(self, request: Request) -> Answer:
         self._announce("prepare")

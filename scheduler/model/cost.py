@@ -250,7 +250,7 @@ class CostModel:
         moves = traffic(f, h, l2_share=1.0)
         loads, moved = moves.cache_bytes / h.l2_bytes_per_s, moves.compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
-        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
+        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.extrapolated)
 
     def lower_bound(self, problem: Problem) -> float:
         """Returns the roofline time ``max(flops / peak, bytes / bandwidth)`` in seconds, for any implementation."""
@@ -260,7 +260,7 @@ class CostModel:
     def library_floor(self, problem: Problem) -> float:
         """Returns a lower bound on XLA's time from its intermediate arrays, in seconds; 0 if a cache may hold them."""
         between = problem.library_bytes_moved - problem.bytes_moved
-        if self.hardware.borrowed or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
+        if self.hardware.extrapolated or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
             return 0.0
         return problem.library_bytes_moved / self.hardware.hbm_bytes_per_s
 

@@ -217,7 +217,7 @@ def prune(
         return best(np.arange(0), full(0.0), full(0.0), full(0))
     library_s = full(model.library_seconds(problem))
     if kernel.library:  # The model does not distinguish a library's programs.
-        least_s = 0.0 if kernel.taken_apart else model.library_floor(problem)
+        least_s = 0.0 if kernel.loses_ties else model.library_floor(problem)
         return best(np.arange(len(points)), library_s, full(least_s), full(0))
     unchecked = {}
     if verified:

@@ -197,7 +197,7 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Rang
         if entry.backend in asked.allowed
     }
     gains = _Gains(asked, low, high, share)
-    library = None if operation.library.taken_apart else operation.library.backend  # selected in a tie
+    library = None if operation.library.loses_ties else operation.library.backend  # selected in a tie
     gain, best = -math.inf, None
     # The measured gain is an upper bound here, so most schedules are skipped without querying the model.
     for point, entry in sorted(entries.items(), key=lambda item: gains.measured(item[0]), reverse=True):

@@ -277,7 +277,7 @@ def predict(
     near = _nearest(operation, problem, records)
     library = operation.library
     # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
-    told = ({}, ()) if library.taken_apart else (fitted, near)
+    told = ({}, ()) if library.loses_ties else (fitted, near)
     best = choose(operation, library, problem, hardware, *told)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
     library_s = best.predicted_s

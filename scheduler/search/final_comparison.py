@@ -34,15 +34,15 @@ class Contender:
 
     Attributes:
       label: unique label. It is the last tie-breaker, so it must be the same in every search.
-      library: wins ties, unless `yields`.
+      library: wins ties, unless `loses_ties`.
       onchip_bytes: the smaller wins a tie between others.
-      yields: loses ties although it is the library (`Kernel.taken_apart`).
+      loses_ties: loses ties although it is the library (`Kernel.loses_ties`).
     """
 
     label: str
     library: bool
     onchip_bytes: int
-    yields: bool = False
+    loses_ties: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def rank_once(times: Mapping[Contender, Measurement]) -> Result:
 
 def _first(tied: Sequence[Contender]) -> Contender:
     """Returns the winner of a tie."""
-    return min(tied, key=lambda r: (r.yields, not r.library, r.onchip_bytes, len(r.label), r.label))
+    return min(tied, key=lambda r: (r.loses_ties, not r.library, r.onchip_bytes, len(r.label), r.label))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from scheduler.search.baseline import before, is_current, stored_now
 from scheduler.search.job_queue import Executor, Queue, Queued, expected_s
 from scheduler.search.ranges import RangeRun
 from scheduler.search.task import RangeTask, Result, SearchOptions, Task
-from scheduler.store.lease import Lease, Others, leased_if_free
+from scheduler.store.lease import Lease, LeaseWatcher, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.space import DeclarationError
 
@@ -83,7 +83,7 @@ class JobRun:
         self._tasks, self._places, self._store, self._how = tasks, places, store, how
         self._in_order, self._bound = in_order, bound
         self._queue = Queue(len(places))
-        self._others = Others()
+        self._lease_watcher = LeaseWatcher()
         self._leases: set[contextlib.ExitStack] = set()
         # The lanes of a place take problems one at a time, each after the previous one has reserved its device memory.
         # The device is thus shared in the order of the queue.
@@ -289,7 +289,7 @@ class JobRun:
         with contextlib.ExitStack() as lease:
             self._leases.add(lease)
             try:
-                yield lease.enter_context(leased_if_free(self._store, key, self._others))
+                yield lease.enter_context(leased_if_free(self._store, key, self._lease_watcher))
             finally:
                 self._leases.discard(lease)
 

@@ -31,7 +31,7 @@ class Missed:
 
     Attributes:
       operation, problem: None if they cannot be loaded here.
-      settled: the schedule that a record or a range has provided since; None if the miss is open.
+      covered_by: the schedule that a record or a range has provided since; None if the miss is open.
       library_s: the library's predicted time of one call in seconds; None if it cannot be predicted.
       best_s: the best predicted time of another kernel; `library_s` if there is no such kernel; None if there is one
         without a predicted time.
@@ -41,7 +41,7 @@ class Missed:
     miss: Miss
     operation: Operation[Any] | None = None
     problem: Problem | None = None
-    settled: Entry | RangeAnswer | None = None
+    covered_by: Entry | RangeAnswer | None = None
     library_s: float | None = None
     best_s: float | None = None
     reason: str = ""
@@ -101,12 +101,12 @@ def _weighed(
     entries = (recheck(operation, problem, hardware, record) for record in find(key))
     own = next((entry for entry in entries if isinstance(entry, Entry)), None)
     if own is not None and not own.measurement.estimated:
-        return Missed(miss, operation, problem, settled=own)
+        return Missed(miss, operation, problem, covered_by=own)
     lying = between(operation, problem, hardware, known.ranges, find)
     if isinstance(lying, RangeAnswer) and (own is None or not lying.estimated):
-        return Missed(miss, operation, problem, settled=lying)
+        return Missed(miss, operation, problem, covered_by=lying)
     if own is not None:
-        return Missed(miss, operation, problem, settled=own)
+        return Missed(miss, operation, problem, covered_by=own)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
     try:
@@ -132,7 +132,7 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
     The others are the last ones in the order, with a combined gain below `MIN_GAIN` of the total library time. Misses
     without a predicted gain are always worth a search.
     """
-    ordered = sorted((one for one in missed if one.settled is None and one.problem is not None), key=_order)
+    ordered = sorted((one for one in missed if one.covered_by is None and one.problem is not None), key=_order)
     total_s, left_s, worth = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
     for one in reversed(ordered):
         left_s += one.gain_s or 0.0

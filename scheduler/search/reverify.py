@@ -161,7 +161,7 @@ def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judge
 def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> VerifyResult:
     operation, problem, record = judged.operation, judged.problem, judged.record
     rivals = _rivals(operation, problem, runner.hardware, record)
-    with runner.holding(operation, problem, record.winner.measurement.l2):
+    with runner.reserve(operation, problem, record.winner.measurement.l2):
         rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
     refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
@@ -232,7 +232,7 @@ def _timed(
         if isinstance(now[label], Measurement):
             kernel = operation.kernel(rival.backend)
             asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
-            racing.append(final_comparison.Contender(label, kernel.library, asked, kernel.taken_apart))
+            racing.append(final_comparison.Contender(label, kernel.library, asked, kernel.loses_ties))
     ended = final_comparison.run_off_finalists(
         runner,
         racing,

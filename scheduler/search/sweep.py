@@ -37,7 +37,7 @@ ROUNDS = 10
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
     """Returns the file name of a sweep: ``matmul-m64-n64-k64.jsonl.gz``."""
-    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.told().items())])
+    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.non_default_fields().items())])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
 
@@ -86,7 +86,7 @@ def sweep(
     arguments.checked_integer("again", again, least=0)
     runner.capacity(operation, problem)  # raises if the problem does not fit in memory, before the sweep is planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
-    with Recorder(path, head) as recorder, runner.holding(operation, problem):
+    with Recorder(path, head) as recorder, runner.reserve(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
         _require_unchanged(operation, problem, runner, trials, path)

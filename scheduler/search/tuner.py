@@ -249,7 +249,7 @@ class _Tuning:
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
-        with self.runner.holding(self.operation, self.problem, self.l2, to_itself=seconds is not None):
+        with self.runner.reserve(self.operation, self.problem, self.l2, exclusive=seconds is not None):
             known, near = self._known(), self._near()
             self.candidates = collect(
                 self.operation,
@@ -463,9 +463,9 @@ class _Tuning:
         """
         if len(chosen) == 1:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
-        yields = self.operation.library.taken_apart
+        loses_ties = self.operation.library.loses_ties
         rivals = {
-            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and yields): index
+            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and loses_ties): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}

@@ -190,9 +190,9 @@ class Cache:
         self._open()
         return self._try(lambda store: store.get(key), self._user) or self._put.get(key)
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         self._open()
-        return self._write(lambda store: store.lease(key, owner, seconds, silent=silent)) or Lease(owner, 0.0)
+        return self._write(lambda store: store.lease(key, owner, seconds, expired=expired)) or Lease(owner, 0.0)
 
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))

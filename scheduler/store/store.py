@@ -255,12 +255,12 @@ class Store:
         """
         return self._studies.unfinished(operation, problem)
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         """Takes or renews the lease of `key`, which gives `owner` the right to tune it.
 
         Args:
           seconds: the expiry time for older versions of this program, which compare clocks.
-          silent: an expired lease of another owner; it is taken over unless it has changed.
+          expired: an expired lease of another owner; it is taken over unless it has changed.
 
         Returns:
           the current lease: of `owner`, or of another owner that took it before. A store in memory or opened read-only
@@ -274,8 +274,8 @@ class Store:
             return taken
         insert = self._database.insert(LEASES).values(**vars(key), **vars(taken))
         free = LEASES.c.owner == owner
-        if silent is not None:
-            free |= (LEASES.c.owner == silent.owner) & (LEASES.c.expires_s == silent.expires_s)
+        if expired is not None:
+            free |= (LEASES.c.owner == expired.owner) & (LEASES.c.expires_s == expired.expires_s)
         new = {name: insert.excluded[name] for name in vars(taken)}
         with self._database.write() as connection:
             connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=new, where=free))

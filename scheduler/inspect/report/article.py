@@ -10,7 +10,7 @@ from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Tri
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 from scheduler.inspect.explain import Account, without_prediction
 from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
-from scheduler.inspect.report.content import Child, Picture, Pictures, Told, element, extend, shown, table
+from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
 from scheduler.inspect.verdict import (
     against_library,
     bases_of,
@@ -46,7 +46,7 @@ _NOTES = (
 _FIGURES = ("time", "vs XLA", "TFLOP/s", "TB/s", "% of roofline")
 
 
-def outcome(told: Told) -> str:
+def outcome(told: RecordDetails) -> str:
     """Returns the result of the winner against XLA as short text, used as a filter value."""
     record = told.record
     if record.library_entry is None:
@@ -59,7 +59,7 @@ def outcome(told: Told) -> str:
     return "XLA answers" if record.winner == record.library_entry else "faster than XLA"
 
 
-def gain(told: Told) -> float | None:
+def gain(told: RecordDetails) -> float | None:
     """Returns XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run."""
     record = told.record
     if record.library_entry is None:
@@ -69,7 +69,7 @@ def gain(told: Told) -> float | None:
     return stands.ratio if won and stands is not None else 1.0
 
 
-_FILTERS: Mapping[str, Callable[[Told], str]] = {
+_FILTERS: Mapping[str, Callable[[RecordDetails], str]] = {
     "operation": lambda told: told.record.key.operation,
     "chip": lambda told: told.record.key.hardware,
     "dtype": lambda told: told.dtype,
@@ -80,7 +80,7 @@ _FILTERS: Mapping[str, Callable[[Told], str]] = {
 
 
 def overview(
-    records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
+    records: Sequence[tuple[str, RecordDetails]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
 ) -> Element:
     """Returns the table of records with links to their articles, its filters, and the unfinished searches."""
     told = [one for _, one in records]
@@ -119,7 +119,7 @@ def overview(
     return made
 
 
-def _filters(told: Sequence[Told]) -> Element:
+def _filters(told: Sequence[RecordDetails]) -> Element:
     """Returns a search box, and a menu for each property in which records differ. They are hidden without a script."""
     fields = [
         element(
@@ -139,12 +139,12 @@ def _filters(told: Sequence[Told]) -> Element:
     return element("form", *fields, count, id="filters", hidden=True)
 
 
-def _row(ident: str, told: Told) -> Element:
+def _row(ident: str, told: RecordDetails) -> Element:
     record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
     share = None if told.roofline_s is None else 100 * told.roofline_s / time_s
     cells: dict[str, Child] = {
         "operation": record.key.operation,
-        "problem": element("a", told.spelled, href=f"#{ident}"),
+        "problem": element("a", told.problem_text, href=f"#{ident}"),
         "chip": record.key.hardware,
         "answer": record.winner.backend,
         "time": figure(time_s, seconds_text(time_s)),
@@ -194,7 +194,7 @@ def _class(name: str) -> str:
     return f"{own} figure" if name in _FIGURES else own
 
 
-def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -> Element:
+def article(ident: str, told: RecordDetails, pictures: Sequence[Picture], missing: str) -> Element:
     """Returns the article on one record. `missing` explains why there are no plots, if any."""
     record = told.record
     made = element(
@@ -205,7 +205,7 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
             element("a", "previous", class_="previous", hidden=True),
             element("a", "next", class_="next", hidden=True),
         ),
-        element("h2", f"{record.key.operation} ", element("span", told.spelled)),
+        element("h2", f"{record.key.operation} ", element("span", told.problem_text)),
         element("p", f"on {record.key.hardware}; kept in: {told.where}", class_="faint"),
         _figures(told),
         id=ident,
@@ -226,7 +226,7 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
     return made
 
 
-def _figures(told: Told) -> Element:
+def _figures(told: RecordDetails) -> Element:
     """Returns the key figures."""
     record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
     shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
@@ -244,7 +244,7 @@ def _figures(told: Told) -> Element:
     )
 
 
-def _why(told: Told) -> Iterator[Element]:
+def _why(told: RecordDetails) -> Iterator[Element]:
     record, winner = told.record, told.record.winner
     yield element("p", " ".join(_story(told)))
     yield element("p", element("code", choice_text(winner.backend, winner.schedule)))
@@ -253,7 +253,7 @@ def _why(told: Told) -> Iterator[Element]:
     yield from (element("p", line, class_="faint") for line in record_head(record, trials_kept=bool(told.trials)))
 
 
-def _story(told: Told) -> Iterator[str]:
+def _story(told: RecordDetails) -> Iterator[str]:
     """Yields sentences that lead from the whole space to the winner."""
     record = told.record
     size = sum(account.size for account in told.accounts)
@@ -281,7 +281,7 @@ def _sure(record: Record) -> Iterator[Element]:
         yield element("details", summary, element("ol", *lines))
 
 
-def _entries(told: Told) -> Iterator[Element]:
+def _entries(told: RecordDetails) -> Iterator[Element]:
     """Yields a table of the winner, the runner-up and the best of each other backend."""
     record, case = told.record, told.case
     shown = [(entry.backend, entry.schedule) for entry in record.entries]
@@ -328,7 +328,7 @@ def _prediction(entry: Entry) -> tuple[str, str]:
     return seconds_text(entry.predicted_s), off
 
 
-def _accounts(told: Told) -> Iterator[Element]:
+def _accounts(told: RecordDetails) -> Iterator[Element]:
     if told.unexplained:
         yield element("p", f"Not known here: {told.unexplained}.")
         return
@@ -403,7 +403,7 @@ def _place(place: int | None) -> str:
     return f"{place:,}{'th' if place % 100 in (11, 12, 13) else ends.get(place % 10, 'th')}"
 
 
-def _trials(told: Told) -> Iterator[Element]:
+def _trials(told: RecordDetails) -> Iterator[Element]:
     if not told.trials:
         yield element("p", "The times of its trials are not kept beside the record.")
         return
@@ -413,7 +413,7 @@ def _trials(told: Told) -> Iterator[Element]:
     yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
 
 
-def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
+def _trial_rows(told: RecordDetails) -> Iterator[tuple[Child, ...]]:
     tried = [(trial.backend, trial.schedule) for trial in told.trials]
     choices = compared(tried, bases_of(told.record))
     problem, hardware = (told.case.problem, told.case.hardware) if told.case else (None, None)
@@ -427,7 +427,7 @@ def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
         yield str(trial.number), said, predicted, time
 
 
-def _commands(told: Told) -> Iterator[Element]:
+def _commands(told: RecordDetails) -> Iterator[Element]:
     if told.command is None:
         yield element("p", "Only whoever tuned it knows the command: its operation is not of this package.")
         return

@@ -95,7 +95,7 @@ def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[C
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class RecordDetails:
     """One record with all information available here.
 
     Attributes:
@@ -117,14 +117,14 @@ class Told:
     command: str | None = None
 
     @property
-    def spelled(self) -> str:
+    def problem_text(self) -> str:
         """The problem in command line syntax."""
         return format_problem(self.record.key.operation, self.record.key.problem)
 
     @property
     def dtype(self) -> str:
         """The dtype of the operands; "" if the problem has none."""
-        text = self.spelled if self.case is None else str(self.case.problem)
+        text = self.problem_text if self.case is None else str(self.case.problem)
         return next((word.partition("=")[2] for word in text.split() if word.startswith("dtype=")), "")
 
     @property
@@ -157,7 +157,7 @@ class Told:
 
 def gather(
     kept: Iterable[tuple[str, Record, Iterable[Trial]]], own: Iterable[Operation[Any]] = (), *, top: int = 3
-) -> Iterator[Told]:
+) -> Iterator[RecordDetails]:
     """Yields each record with its accounts, in order.
 
     Args:
@@ -170,11 +170,11 @@ def gather(
         name = record.key.operation
         if name not in operations and name in OPERATIONS:
             operations[name] = load(name)
-        yield _told(Told(where, record, tuple(trials)), operations.get(name), top)
+        yield _told(RecordDetails(where, record, tuple(trials)), operations.get(name), top)
 
 
-def _told(told: Told, operation: Operation[Any] | None, top: int) -> Told:
-    def unexplained(reason: str) -> Told:
+def _told(told: RecordDetails, operation: Operation[Any] | None, top: int) -> RecordDetails:
+    def unexplained(reason: str) -> RecordDetails:
         return dataclasses.replace(told, unexplained=reason, held=reason)
 
     key = told.record.key
@@ -237,13 +237,16 @@ class Pictures:
     missing: str = ""
 
 
-def no_pictures(records: Sequence[Told], why: str) -> Pictures:
+def no_pictures(records: Sequence[RecordDetails], why: str) -> Pictures:
     """Returns no plots, with the reason."""
     return Pictures([()] * len(records), missing=why)
 
 
 def drawn_pictures(
-    records: Sequence[Told], count: Callable[[Iterable[Told]], Iterable[Told]], *, every: bool = False
+    records: Sequence[RecordDetails],
+    count: Callable[[Iterable[RecordDetails]], Iterable[RecordDetails]],
+    *,
+    every: bool = False,
 ) -> Pictures:
     """Draws the plots of each record, in order, and the plots of all records.
 
@@ -292,7 +295,7 @@ def _drawn(known: Case, *, every: bool) -> Iterator[Picture]:
             yield _packed(draw, known)
 
 
-def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
+def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
     """Yields the gains over XLA and the roofline plot of each chip that is not a CPU."""
     chips: dict[str, list[Case]] = {}
     for told in records:

@@ -29,23 +29,23 @@ from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Listener:
+class QueryRecorder:
     """The queries of one call while it is lowered and compiled. Compared by identity.
 
     Attributes:
-      asked: the queried problems. For a call that XLA shards over devices, the problems of one device.
-      left: the reasons why no kernel could be selected.
+      queries: the queried problems. For a call that XLA shards over devices, the problems of one device.
+      not_recorded: the reasons why no kernel could be selected.
     """
 
-    asked: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
-    left: list[str] = dataclasses.field(default_factory=list)
+    queries: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
+    not_recorded: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class Listening(Options):
-    """Options that replace the caller's own, and record queries in `listener`."""
+class RecordingOptions(Options):
+    """Options that replace the caller's own, and record queries in `recorder`."""
 
-    listener: Listener = dataclasses.field(default_factory=Listener)
+    recorder: QueryRecorder = dataclasses.field(default_factory=QueryRecorder)
 
 
 # ------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def digest(
     Raises:
       SchedulerError: processes of one job could select different schedules.
     """
-    if isinstance(options, Listening):
+    if isinstance(options, RecordingOptions):
         return uuid.uuid4().hex  # unique: a program from the compilation cache would make no queries to record
     if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
         return uuid.uuid4().hex  # unique: the kernel's program is known only when a shard is traced
