@@ -218,5 +218,5 @@ def test_a_recording_of_something_else_is_refused(tmp_path):
     with pytest.raises(RecordingError, match="not of double"):
         sweep.recorded_measurements(DOUBLE, path)
     other = sweep.Measured(find("NVIDIA A100-SXM4-80GB"), {})
-    with pytest.raises(RecordingError, match="several chips"):
+    with pytest.raises(RecordingError, match="found several"):
         sweep.merged_measurements([sweep.Measured(H200, {}), other])

@@ -200,5 +200,5 @@ def test_state_of_equinox_goes_in_and_out():
 
 
 def test_an_argument_that_is_neither_array_nor_hashable_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match="holds a set, which is no array, and so part of the program"):
+    with pytest.raises(TypeError, match="has a set, which is no array and therefore a constant of the program"):
         scheduler.optimize(lambda model, x, names: model(x))(Net().layer, batch(3)[0], {"a"})

@@ -218,7 +218,7 @@ def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_start
             pool._found()
             pool._measuring._child.kill()
             for _ in range(2):
-                with pytest.raises(DeviceLost, match="the device takes no measuring process: the device is full"):
+                with pytest.raises(DeviceLost, match="no measuring process starts on the device: the device is full"):
                     pool.measure(small(1))
         assert isinstance(pool.measure(small(1)), Measurement), "the next one finds what can be started"
 

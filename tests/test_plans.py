@@ -164,9 +164,9 @@ def test_calls_within_are_answered_by_the_plan_and_others_by_xla(tmp_path):
 def test_what_a_plan_does_not_hold_is_an_error_if_asked_so():
     with scheduler.plan(plan_of(), missing="error"):
         close(tuned_matmul(A, B), A @ B)
-        with pytest.raises(scheduler.CacheMiss, match="holds no matmul m=8 n=48 k=32 dtype=float32; "):
+        with pytest.raises(scheduler.CacheMiss, match="has no entry for matmul m=8 n=48 k=32 dtype=float32; "):
             tuned_matmul(A[:8], B)
-    with scheduler.plan(plan_of()), pytest.raises(scheduler.CacheMiss, match="holds no matmul m=8"):
+    with scheduler.plan(plan_of()), pytest.raises(scheduler.CacheMiss, match="has no entry for matmul m=8"):
         tuned_matmul(A[:8], B, on_miss="error")
 
 
@@ -236,9 +236,9 @@ def test_a_schedule_of_the_call_goes_before_the_plan():
 
 
 STALE = [
-    (lambda: with_answer(version=99), "by version 99 of the interpret kernel, which is now version"),
+    (lambda: with_answer(version=99), "version 99 of the interpret kernel, now version"),
     (lambda: with_answer(backend="cutlass"), r"by cutlass, which it has no more \(it has: mosaic_gpu,"),
-    (lambda: with_answer(schedule={"tile_m": 7, "tile_n": 48, "tile_k": 32}), "by what cannot run: "),
+    (lambda: with_answer(schedule={"tile_m": 7, "tile_n": 48, "tile_k": 32}), "has a schedule that cannot run: "),
     (lambda: plan_of(hardware="NVIDIA H200 (132 cores, 140 GiB)"), "is of NVIDIA H200 .*, and this is "),
 ]
 
@@ -261,10 +261,10 @@ def test_an_answer_that_does_not_hold_is_xlas_with_one_warning_or_an_error(stale
 def test_backends_of_a_call_are_kept():
     with scheduler.plan(plan_of()):
         assert not interpreted(lambda a, b: tuned_matmul(a, b, backends="xla"), A, B)
-    words = r"holds no matmul .*; only xla could answer, which the call leaves out"
+    words = r"has no entry for matmul .*; only xla can run, which the call does not allow"
     with scheduler.plan(plan_of(answers=())), pytest.raises(scheduler.NoCandidate, match=words):
         tuned_matmul(A, B, backends="interpret")
-    words = r"answers matmul .* by xla, which the call leaves out"
+    words = r"uses xla for matmul .*, which the call does not allow"
     with scheduler.plan(plan_of(backend="xla")), pytest.raises(scheduler.NoCandidate, match=words):
         tuned_matmul(A, B, backends="interpret")
 

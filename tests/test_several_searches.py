@@ -251,9 +251,9 @@ def test_an_innocent_candidate_is_not_blamed_for_what_one_of_another_problem_dam
     def damage(bench):
         benches._of("other").bench.damaged = True
 
-    benches.ask("other", Bench.intact, beside=("one",))
-    benches.ask("one", damage, beside=("other",))
-    assert benches.ask("other", Bench.answer, beside=("one",)) is None
+    benches.ask("other", Bench.intact, others=("one",))
+    benches.ask("one", damage, others=("other",))
+    assert benches.ask("other", Bench.answer, others=("one",)) is None
     assert made == ["other", "one", "other"]
 
 
@@ -261,5 +261,5 @@ def test_a_process_keeps_what_is_under_way_and_nothing_else():
     made = []
     benches = BenchCache(lambda name: made.append(name) or Bench())
     for name, beside in (("a", ()), ("b", ("a",)), ("a", ("b",)), ("c", ("a",)), ("a", ("c",)), ("b", ("a", "c"))):
-        benches.ask(name, Bench.intact, beside=beside)
+        benches.ask(name, Bench.intact, others=beside)
     assert made == ["a", "b", "c", "b"]

@@ -260,7 +260,7 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     a, platforms = jnp.ones((24, 24)), jax.config.jax_platforms
     jax.config.update("jax_platforms", "cuda,cpu")
     try:
-        with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model answers") as warned:
+        with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model selects") as warned:
             ours = jax.jit(lambda a: tuned_matmul(a, a, on_miss="tune", backends="interpret"))(a)
     finally:
         jax.config.update("jax_platforms", platforms)
@@ -340,7 +340,7 @@ def test_a_program_that_cannot_be_loaded_is_compiled_where_it_is_measured_and_a_
         assert isinstance(pool.measure(task("ok", tile=1)), Measurement)
         (pool._compilers.directory / pool._known(task("ok", tile=1)).candidate).write_bytes(b"no program")
         os.kill(pool._measuring.pid, signal.SIGKILL)
-        with pytest.warns(RuntimeWarning, match="compiled once more, where they are measured"):
+        with pytest.warns(RuntimeWarning, match="the measuring process compiles candidates again"):
             assert isinstance(pool.measure(task("ok", tile=1), again=True), Measurement)
 
 
@@ -366,7 +366,7 @@ def test_without_a_compile_process_the_measuring_process_compiles_and_a_warning_
 
     monkeypatch.setattr(WorkerProcess, "begin", refused)
     with Pool(Gpu(index="", uuid="alone", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-        with pytest.warns(RuntimeWarning, match="one by one, where they are measured: no plugin compiles") as warned:
+        with pytest.warns(RuntimeWarning, match="compiles candidates one by one: no plugin") as warned:
             outcomes = [pool.measure(task("ok", tile)) for tile in (1, 2)]
         assert all(isinstance(outcome, Measurement) for outcome in outcomes)
         assert pool.confirm(task("ok")) is None

@@ -69,12 +69,12 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
     found = [(jnp.shape(x), jnp.result_type(x)) for x in args]
     try:
         if [dtype for _, dtype in found] != [dtype for _, dtype in wanted]:
-            raise ValueError("their dtypes differ")
+            raise ValueError("dtypes differ")
         _split_axes(operation, problem, tuple(shape for shape, _ in found))
     except ValueError as error:
         got = ", ".join(map(_typed, found)) or "nothing"
         raise ValueError(
-            f"{operation.name} {problem} wants {', '.join(map(_typed, wanted))} and got {got}: {error}"
+            f"{operation.name} {problem} expects {', '.join(map(_typed, wanted))}, got {got}: {error}"
         ) from None
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
@@ -92,7 +92,7 @@ def _split_axes(operation: Operation[Any], problem: Problem, shapes: tuple[Shape
         return None
     sharding = operation.sharding(problem)
     if sharding is None or len(shapes) != len(problem.operands()):
-        raise ValueError("they are others")
+        raise ValueError("shapes differ")
     return split_axes(sharding, problem, shapes)
 
 
@@ -216,7 +216,9 @@ def _transpose(
     if all(ct is None for ct in given):
         return [ad.Zero(x.aval) if is_linear else None for x, is_linear in zip(args, linear, strict=True)]
     if operation.transpose is None:
-        raise NotImplementedError(f"{operation.name} has no transpose; give its Operation one, or no jvp that needs it")
+        raise NotImplementedError(
+            f"{operation.name} has no transpose: set Operation.transpose, or use a jvp that needs none"
+        )
     known = [None if is_linear else x for x, is_linear in zip(args, linear, strict=True)]
     return operation.transpose(_caller(operation, problem, params, options), problem, problem.pack(given), known)
 

@@ -77,11 +77,11 @@ def digest(
     if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
         return uuid.uuid4().hex  # unique: the kernel's program is known only when a shard is traced
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
-    among = options.backends and sorted(options.backends)
+    allowed = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
-    asked = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
-    how = (options.on_miss, options.sure, among, options.schedule, options.target, plan)
-    text = f"{asked!r} {how!r} {_all_known(operation, platform, options)}"
+    question = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
+    option_values = (options.on_miss, options.sure, allowed, options.schedule, options.target, plan)
+    text = f"{question!r} {option_values!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

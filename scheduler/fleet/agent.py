@@ -29,7 +29,7 @@ from scheduler.fleet.messages import (
     versions,
 )
 from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
-from scheduler.measure.conversation import Timeouts, replied
+from scheduler.measure.conversation import Timeouts, reply_of
 from scheduler.measure.pool import Pool, open_runner
 from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import Runner, RunnerOptions
@@ -43,7 +43,7 @@ from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
 Say = Callable[[Message], None]
@@ -173,7 +173,7 @@ class Relay:
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
         return [codec.trial_from_text(line) for line in self._order.known]
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         self._say(Tried(codec.trial_to_text(trial)))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
@@ -233,7 +233,7 @@ class CompileAgent:
         """Starts the processes, which compile for `target`."""
         self._timeouts = Timeouts(self._options, chips.describe(target))
         self._compilers.start()
-        self._compilers.aim(target)
+        self._compilers.set_target(target)
 
     def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
         """Serves an encoded request; returns the encoded reply and the content of its files, by name.
@@ -244,7 +244,7 @@ class CompileAgent:
         assert isinstance(request, Request)
         assert self._timeouts is not None, "`begin` comes first"
         write_files(files, self._compilers.directory)
-        reply = replied(functools.partial(self._answer, request, self._timeouts))
+        reply = reply_of(functools.partial(self._answer, request, self._timeouts))
         if not isinstance(reply, Answer) or reply.programs is None:
             return encode(reply), {}
         made = read_files(reply.programs, self._compilers.directory)

@@ -18,7 +18,7 @@ from scheduler.search.trials import BestEffortWriter, TrialStore
 from search_spaces import locate
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
 def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
@@ -59,12 +59,12 @@ def received(
     environment: Environment,
     store: TrialStore,
     progress: Callable[[Progress], None],
-    described: Callable[[Trial], Described] | None = None,
+    parameters: Callable[[Trial], Parameters] | None = None,
 ) -> Record:
     """Receives a remote search and returns its record; `store` receives each trial when it arrives, and the record.
 
     Args:
-      described: returns the parameters of a trial for Optuna's dashboard.
+      parameters: returns the parameters of a trial for Optuna's dashboard.
 
     Raises:
       ExecutorLost: the device was lost, or the messages ended before the search did.
@@ -75,7 +75,7 @@ def received(
             match message:
                 case Tried(text, refuted):
                     trial = codec.trial_from_text(text)
-                    shown = described(trial) if described is not None else None
+                    shown = parameters(trial) if parameters is not None else None
                     keeping.write(functools.partial(_keep, key, trial, environment, refuted, shown))
                 case Reached():
                     progress(_progress(message))
@@ -91,12 +91,12 @@ def received(
 
 
 def _keep(
-    key: Key, trial: Trial, environment: Environment, refuted: bool, described: Described | None, store: TrialStore
+    key: Key, trial: Trial, environment: Environment, refuted: bool, parameters: Parameters | None, store: TrialStore
 ) -> None:
     if refuted:
         store.replace_trial(key, trial)
     else:
-        store.add_trial(key, trial, environment, described)
+        store.add_trial(key, trial, environment, parameters)
 
 
 def _put(record: Record, store: TrialStore) -> None:

@@ -435,7 +435,7 @@ def static_key(x: Any, *, by_identity: bool) -> Hashable:
         if by_identity:
             return ByIdentity(x)
         raise TypeError(
-            f"an argument holds a {type(x).__qualname__}, which is no array, and so part of the program; as such it "
-            f"must be hashable: {x!r:.100}"
+            f"an argument has a {type(x).__qualname__}, which is no array and therefore a constant of the program; a "
+            f"constant must be hashable: {x!r:.100}"
         ) from None
     return type(x), x

@@ -21,7 +21,7 @@ from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children, Limit
-from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested, stop_all
+from scheduler.measure.worker_process import WorkerProcess, cores, inherited, request_for, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -123,7 +123,7 @@ class AheadOfTime:
         self._folder.cleanup()
 
     def _asked(self, task: Task, do: protocol.Do) -> Outcome | None:
-        request = requested(task, do)
+        request = request_for(task, do)
         worker = self._free.get()
         try:
             if worker.pid is None and (refused := worker.begin()) is not None:
@@ -155,7 +155,7 @@ class _Compiler:
         programs = folder / "programs"
         self._reports.mkdir()
         programs.mkdir(exist_ok=True)
-        self.hello = protocol.Init("", "cpu", str(programs), kind=hardware.kind)
+        self.init = protocol.Init("", "cpu", str(programs), kind=hardware.kind)
 
     def environment(self) -> dict[str, str]:
         return inherited() | estimate.profile_environment(self._reports, self._hardware)

@@ -24,13 +24,13 @@ from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Do, Held, Programs
+from scheduler.measure.protocol import Do, Programs, ReservedProblem
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
     name_of,
-    out_of_reach,
-    requested,
+    request_for,
+    unloadable_reason,
 )
 from search_spaces import locate
 from search_spaces.operation import Operation
@@ -67,19 +67,19 @@ def start_runner(
       UnknownChip: the chip is not in the table of chips.
     """
     options = options or RunnerOptions()
-    if (away := _not_here(options)) is not None:
+    if (absent := _absent_chip(options)) is not None:
         name_of(operation)  # raises if no process can load it
-        return AheadOfTime(away, options)
+        return AheadOfTime(absent, options)
     if locate(operation) is None and (
         processes is not None or options.workers is not None or Gpu.wanted(options.device) is not None
     ):
         if processes is not None:
             processes.close()
         if options.workers is not None:
-            raise WorkerError(out_of_reach(operation))
+            raise WorkerError(unloadable_reason(operation))
         text.warn_safely(
-            f"{out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
-            "waits for one that hangs"
+            f"{unloadable_reason(operation)}. Its candidates run in this process: a crash ends the process, and a hang "
+            "blocks it"
         )
         return InProcess()
     return open_runner(options, compilers, processes)
@@ -89,8 +89,8 @@ def open_runner(
     options: RunnerOptions, compilers: Compilers | None = None, processes: Processes | None = None
 ) -> Runner:
     """Starts a runner for any operation that another process can load; raises as `start_runner` does."""
-    if (away := _not_here(options)) is not None:
-        return AheadOfTime(away, options)
+    if (absent := _absent_chip(options)) is not None:
+        return AheadOfTime(absent, options)
     if processes is None:
         gpu = Gpu.wanted(options.device)
         if gpu is None and options.workers is None:
@@ -99,7 +99,7 @@ def open_runner(
     return Pool(processes.gpu, options, processes)
 
 
-def _not_here(options: RunnerOptions) -> Hardware | None:
+def _absent_chip(options: RunnerOptions) -> Hardware | None:
     """Returns the requested chip if it is not the chip of this host, else None."""
     if not options.hardware:
         return None
@@ -158,9 +158,9 @@ class Pool:
         atexit.register(self.close)
         try:
             # The driver identifies the chip at once. The measuring process takes seconds to start.
-            self._target = gpu.target() or self._found()
+            self._target = gpu.target() or self._detected_target()
             self.hardware = chips.describe(self._target)
-            self._compilers.aim(self._target)
+            self._compilers.set_target(self._target)
         except BaseException:
             self.close()
             raise
@@ -221,8 +221,8 @@ class Pool:
             known = self._to_confirm.setdefault(key, {})
             if (candidate := _candidate(task)) in known:
                 return
-            compile_it = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
-            known[candidate] = in_thread(compile_it, "scheduler-ahead")
+            compile_programs = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
+            known[candidate] = in_thread(compile_programs, "scheduler-ahead")
 
     def help(self, sends: Sequence[Transport]) -> None:
         """Adds compile processes of other hosts, one for each transport."""
@@ -243,24 +243,24 @@ class Pool:
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
         """Sends a request to the measuring process and returns the outcome."""
         key = _bench_key(task)
-        with self._device(key) as held:
+        with self._device(key) as reserved:
             if not self._closed:
                 self._require_process()
-            beside = tuple(
-                Held(named, problem.canonical(), l2)
-                for operation, problem, l2 in held
-                if (named := locate(operation)) is not None
+            others = tuple(
+                ReservedProblem(name, problem.canonical(), l2)
+                for operation, problem, l2 in reserved
+                if (name := locate(operation)) is not None
             )
-            request = requested(task, do, beside, programs)
+            request = request_for(task, do, others, programs)
             result = self._measuring.request(request, self._timeouts.for_task(task), self._timeouts.record_compile)
         if result.refused and not self._warned:
             self._warned = True
-            text.warn_safely(f"candidates are compiled once more, where they are measured: {result.refused}")
+            text.warn_safely(f"the measuring process compiles candidates again: {result.refused}")
         if result.lost and result.retryable:
-            raise DeviceLost(f"the device takes no measuring process: {result.lost}")
+            raise DeviceLost(f"no measuring process starts on the device: {result.lost}")
         return result.outcome
 
-    def _found(self) -> Target:
+    def _detected_target(self) -> Target:
         """Returns the chip that the measuring process has found. Blocks until the process has started.
 
         Raises:
@@ -274,14 +274,14 @@ class Pool:
     def _require_process(self) -> None:
         """Waits until the measuring process has started; starts a new process if the old one is gone."""
         try:
-            self._found()
+            self._detected_target()
             refused = self._measuring.begin() if self._measuring.pid is None else None
         except WorkerError as never_started:
             refused = never_started
         if refused is not None:
-            raise DeviceLost(f"the device takes no measuring process: {refused}")
-        if self._found() != self._target:
-            raise WorkerError(f"the driver says that the chip is {self._target}, and JAX says {self._found()}")
+            raise DeviceLost(f"no measuring process starts on the device: {refused}")
+        if self._detected_target() != self._target:
+            raise WorkerError(f"the driver reports the chip {self._target}, but JAX reports {self._detected_target()}")
 
     @contextlib.contextmanager
     def _device(self, key: BenchKey) -> Iterator[tuple[BenchKey, ...]]:
@@ -290,8 +290,8 @@ class Pool:
         Requests of the problem that has been held longest are served first.
         """
         with self._changed:
-            held = tuple(self._reserved)
-            request = held.index(key) if key in held else len(held), next(self._numbers)
+            reserved = tuple(self._reserved)
+            request = reserved.index(key) if key in reserved else len(reserved), next(self._numbers)
             heapq.heappush(self._requests, request)
             try:
                 while self._busy or self._requests[0] != request:
@@ -300,9 +300,9 @@ class Pool:
                 self._requests.remove(request)
                 heapq.heapify(self._requests)
             self._busy = True
-            held = tuple(self._reserved)
+            reserved = tuple(self._reserved)
         try:
-            yield held
+            yield reserved
         finally:
             with self._changed:
                 self._busy = False

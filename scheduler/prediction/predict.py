@@ -85,8 +85,8 @@ def choose(
     error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
         deviation = math.hypot(deviation, model.library_spread(problem))
-    told = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
-    closest = next((one for one in told if one is not None), None)
+    corrections = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
+    closest = next((one for one in corrections if one is not None), None)
     schedule: Schedule | None = None
     near_by = words = ""
     if closest is not None:
@@ -277,8 +277,8 @@ def predict(
     near = _nearest(operation, problem, records)
     library = operation.library
     # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
-    told = ({}, ()) if library.loses_ties else (fitted, near)
-    best = choose(operation, library, problem, hardware, *told)
+    evidence = ({}, ()) if library.loses_ties else (fitted, near)
+    best = choose(operation, library, problem, hardware, *evidence)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:

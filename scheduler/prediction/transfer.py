@@ -92,8 +92,8 @@ def _spellings(problem: Problem, within: float) -> list[tuple[str, float]]:
     A variant writes out fields that have their default, or leaves out fields that are near it. Canonical texts omit
     defaults, so if one of two similar problems has a default, the numbers in their texts do not pair.
     """
-    told = problem.non_default_fields()
-    found: list[tuple[dict[str, Any], float]] = [(dict(told), 0.0)]
+    fields = problem.non_default_fields()
+    found: list[tuple[dict[str, Any], float]] = [(dict(fields), 0.0)]
     for field in dataclasses.fields(problem):
         default, value = _number(field.default), _number(getattr(problem, field.name))
         if default is None or value is None:

@@ -33,7 +33,7 @@ from scheduler.store.schema import (
     MIGRATIONS,
     SCHEDULES,
 )
-from scheduler.store.studies import Described, Studies
+from scheduler.store.studies import Parameters, Studies
 
 # ------------------------------------------------------------------------------
 # Location of the user's cache.
@@ -50,7 +50,7 @@ def default_url() -> str:
     with contextlib.suppress(RuntimeError):
         if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
             return str(place / "cache.db")
-    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
+    raise StoreError(f"this user has no home directory for the cache: set {CACHE_VARIABLE} to a file")
 
 
 class Store:
@@ -142,7 +142,9 @@ class Store:
         """
         with self._database.write() as connection:
             if not self._put(connection, record):
-                raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
+                raise StoreError(
+                    f"{self.location} has a measured record of {record.key}, which an estimate does not replace"
+                )
 
     def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
         """Stores records as `put` does, and ranges, in one transaction.
@@ -200,16 +202,16 @@ class Store:
         """
         self._studies.prepare()
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         """Stores a trial as soon as it ends, so that a killed search loses none.
 
         Args:
-          described: as in `Studies.add`.
+          parameters: as in `Studies.add`.
 
         Raises:
           StoreError: it cannot be written.
         """
-        self._studies.add(key, trial, environment, described)
+        self._studies.add(key, trial, environment, parameters)
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         """Replaces the outcome of the latest stored trial of this number, after its result was found to be wrong.

@@ -56,8 +56,8 @@ def page(
             "main",
             overview(named, cut, pictures),
             *(
-                article(ident, told, found, pictures.missing)
-                for (ident, told), found in zip(named, pictures.of_record, strict=True)
+                article(ident, details, found, pictures.missing)
+                for (ident, details), found in zip(named, pictures.of_record, strict=True)
             ),
         ),
         element("script", picture_colours(), type="application/json", id="colours"),
@@ -94,9 +94,9 @@ def _idents(records: Iterable[RecordDetails]) -> list[str]:
     """Returns an HTML id for each record, stable across reports of one cache."""
     taken: dict[str, int] = {}
     names = []
-    for told in records:
-        key = told.record.key
-        text = f"{key.operation} {told.problem_text} {key.hardware.partition(' (')[0]}"
+    for details in records:
+        key = details.record.key
+        text = f"{key.operation} {details.problem_text} {key.hardware.partition(' (')[0]}"
         name = "r-" + re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-")
         taken[name] = taken.get(name, 0) + 1
         names.append(name if taken[name] == 1 else f"{name}-{taken[name]}")
