@@ -28,10 +28,10 @@ from scheduler.cli.arguments import (
     wanted_by,
 )
 from scheduler.cli.terminal import console_here, output, print_command, print_json, say, shown_count
-from scheduler.core import nvidia_smi
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.records import Key
+from scheduler.measure import gpu
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -145,9 +145,9 @@ class _Here:
         platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
         plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         if plugins and (not platforms or platforms & {"cuda", "gpu"}):
-            visible = nvidia_smi.visible()
-            asked = [nvidia_smi.query("name", name) for name in ([None] if visible is None else visible)]
-            if kinds := frozenset(kind for rows in asked for (kind,) in rows):
+            visible = gpu.visible_gpus()
+            found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
+            if kinds := frozenset(kind for rows in found for (kind,) in rows):
                 return cls(kinds)
         if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
             from scheduler.core import hardware

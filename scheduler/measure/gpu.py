@@ -21,7 +21,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from scheduler.core import cuda_driver, nvidia_smi, text
+from scheduler.core import cuda_driver, text
 from scheduler.core.chip_table import CPU
 from scheduler.core.errors import WorkerError
 from search_spaces.target import Target
@@ -113,6 +113,28 @@ def cuda_wanted() -> bool:
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
+def visible_gpus() -> list[str] | None:
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, or None for all GPUs if the variable is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    names = [name.strip() for name in visible.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA reads it
+
+
+def query_driver(fields: str, index: str | None = None) -> list[list[str]]:
+    """Returns one row of values per GPU, or only for the GPU `index`; empty if the driver does not answer."""
+    if (smi := shutil.which("nvidia-smi")) is None:
+        return []
+    which = [] if index is None else [f"--id={index}"]
+    command = [smi, *which, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode and index is not None:
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines()]
+    return [row for row in rows if len(row) == len(fields.split(","))]  # other lines are errors, for example a lost GPU
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """One GPU as NVIDIA's driver describes it; queries do not create a context on the GPU.
@@ -145,11 +167,11 @@ class Gpu:
     @classmethod
     def query(cls, device: int = 0) -> Gpu | None:
         """Returns the GPU of this index among the visible ones, or None if there is none."""
-        names = nvidia_smi.visible()
+        names = visible_gpus()
         if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        found = nvidia_smi.query("uuid,driver_version,memory.free,memory.total", index)
+        found = query_driver("uuid,driver_version,memory.free,memory.total", index)
         if len(found) != 1 or len(parts := found[0]) != 4:
             return None
         return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
@@ -159,9 +181,9 @@ class Gpu:
         """Returns the name of each visible GPU by its index; empty if JAX has no GPU to use."""
         if not cuda_wanted():
             return {}
-        if (names := nvidia_smi.visible()) is None:
-            return {int(index): name for index, name in nvidia_smi.query("index,name")}
-        found = ((number, nvidia_smi.query("name", name)) for number, name in enumerate(names))
+        if (names := visible_gpus()) is None:
+            return {int(index): name for index, name in query_driver("index,name")}
+        found = ((number, query_driver("name", name)) for number, name in enumerate(names))
         return {number: rows[0][0] for number, rows in found if rows}
 
     @classmethod
