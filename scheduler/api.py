@@ -244,7 +244,7 @@ def tune(
     """
     stop_script_import()
     if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+        raise TypeError(f"store must be a scheduler.Store, found {store!r}: pass scheduler.Store({str(store)!r})")
     arguments.checked_text("hardware", hardware)
     search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
     operation, problem = _named(operation, posed, named, frozenset(search))
@@ -302,7 +302,7 @@ def _named(
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
         for name in search.intersection(operation.options):
             raise TypeError(
-                f"{name} is the search's here, and a parameter of {operation.name}, too: give tune the problem, "
+                f"{name} is an option of the search and a parameter of {operation.name}: pass the problem, "
                 f"tune(f, f.problem(..., {name}=...), {name}=...)"
             )
         return operation, _posed_by(operation, posed, named) if pose is None else pose(*posed, **named)
@@ -314,8 +314,8 @@ def _named(
         fields = ", ".join(field.name for field in dataclasses.fields(operation.problem))
         found = ", ".join(map(reprlib.repr, posed)) or "nothing"
         raise TypeError(
-            f"{found} is no problem of {operation.name}: give arrays, as a call does, or a problem, or a dict of its "
-            f"fields ({fields})"
+            f"expected arrays as in a call of {operation.name}, a problem, or a dict of its fields ({fields}), found "
+            f"{found}"
         )
     return operation, operation.problem.parse({name: _typed(value) for name, value in posed[0].items()})
 
@@ -338,7 +338,7 @@ def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[
     options = {name: x for name, x in params.items() if name not in named}
     jax.eval_shape(lambda xs, named: bound.append(operation.bind(*xs, **named, **options)), tuple(arrays), named)
     if isinstance(bound[0], Unsupported):
-        raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
+        raise ValueError(f"no kernel can be selected for this call of {operation.name}: {bound[0].reason}")
     return bound[0].problem
 
 
@@ -347,7 +347,9 @@ def _operation_of(given: Any) -> Operation[Any]:
         return load(given)
     if (operation := run_by(given)) is not None:
         return operation
-    raise TypeError(f"{given!r} is no Operation, nor a tuned function; by name: {', '.join(map(repr, OPERATIONS))}")
+    raise TypeError(
+        f"expected an Operation, a tuned function or one of {', '.join(map(repr, OPERATIONS))}, found {given!r}"
+    )
 
 
 _functions: tuple[tuple[Any, Operation[Any]], ...] = (

@@ -204,7 +204,7 @@ def _apart(given: Any, name: str) -> tuple[Any, Any]:
     if not isinstance(given, tuple | list):
         return given, None
     if len(given) != 2:
-        raise ValueError(f"{name} is one array or a pair of them, (gate, up), and not {len(given)}")
+        raise ValueError(f"{name} must be one array or a pair (gate, up), found {len(given)}")
     return given[0], given[1]
 
 

@@ -773,7 +773,7 @@ def test_an_export_for_a_platform_that_is_not_here_is_answered_for_it():
     both = jax.export.export(jax.jit(tuned_matmul), platforms=["cpu", "cuda"])(*args)
     a, b = normal(0, 128, 64), normal(1, 64, 128)
     close(both.call(a, b), a @ b)
-    with pytest.raises(scheduler.NoCandidate, match=r"this host has no cuda device .* only xla can run"):
+    with pytest.raises(scheduler.NoCandidate, match=r"this host has no cuda device.*only xla can run"):
         jax.export.export(jax.jit(pallas), platforms=["cpu", "cuda"])(*args)
 
 

@@ -166,7 +166,7 @@ def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
             ["show", "matmul", *SMALL, "--hardware", "H2000"],
             "no hardware 'H2000'; did you mean 'NVIDIA H200'? (known: NVIDIA H200",
         ),
-        (["explain", "matmul", *SMALL, "--hardware", "nvidia"], "is several: NVIDIA H200, NVIDIA H100"),
+        (["explain", "matmul", *SMALL, "--hardware", "nvidia"], "matches several chips: NVIDIA H200, NVIDIA H100"),
     ],
 )
 def test_wrong_words_end_with_status_2_and_name_the_right_ones(arguments, complaint):

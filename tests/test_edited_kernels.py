@@ -271,7 +271,7 @@ def test_an_edit_changes_what_a_record_says_and_its_undoing_restores_it(name, lo
     record = record_of(loaded(before))
     said = held(loaded(after), record)
     what = "the reference" if name in REFERENCES else "the pallas kernel (pallas tile=8)"
-    assert said == f"{what} computes something else than when it was measured"
+    assert said == f"{what} has changed since it was measured"
     assert isinstance(said, fingerprints.Changed)
     assert held(loaded(before), record) == record.winner
 
@@ -311,8 +311,8 @@ def test_a_call_of_an_edited_kernel_is_a_miss_with_one_warning_and_the_reference
         assert jnp.array_equal(result, edited.operation.problem.declared.reference(X))
     (warning,) = said
     what = "the reference" if name in REFERENCES else "the pallas kernel (pallas tile=8)"
-    assert f"{what} computes something else than when it was measured; to measure it again, run: tile-s" in warning
-    with pytest.raises(scheduler.CacheMiss, match="computes something else"):
+    assert f"{what} has changed since it was measured; to measure it again, run: tile-s" in warning
+    with pytest.raises(scheduler.CacheMiss, match="has changed since"):
         edited(X, on_miss="error")
     assert jnp.array_equal(loaded(before)(X, on_miss="error"), answered)
 
@@ -349,7 +349,7 @@ def test_processes_agree_on_what_is_an_edit_whatever_their_hashes(tmp_path):
     said, error = run(after, 3)
     assert said == ["True 1"]  # a warning, the reference's answer, and then
     assert "CacheMiss" in error
-    assert "computes something else than when it was measured" in error
+    assert "has changed since it was measured" in error
 
 
 def test_a_fingerprint_does_not_depend_on_where_or_under_which_settings_it_is_made(loaded):
@@ -440,7 +440,7 @@ def test_a_plan_does_not_answer_with_an_edited_kernel(loaded):
     edited = loaded(after)
     found = planned.planned_entry(plan, edited.operation, edited.problem(X), CPU)
     assert isinstance(found, planned.Stale)
-    assert "computes something else than when it was measured: make the plan again" in found.reason
+    assert "has changed since it was measured: make the plan again" in found.reason
 
 
 def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):

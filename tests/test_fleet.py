@@ -133,7 +133,7 @@ def test_a_lost_device_is_a_lost_place_and_a_lack_of_an_answer_is_not(here, stor
 def test_a_record_that_is_none_is_not_stored(here, store):
     hardware, environment = here
     key = key_of(FAULTY, TASK.problem, hardware)
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="invalid JSON"):
         received([Found("garbage")], key, environment, store, lambda step: None)
     assert store.get(key) is None
 

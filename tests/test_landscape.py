@@ -83,7 +83,7 @@ def test_choices_that_are_none_are_named():
         landscape(SQUARE, over=("tile_l", "tile_m"))
     with pytest.raises(ValueError, match="over two choices, and tile_m is one"):
         landscape(SQUARE, over=("tile_m", "tile_m"))
-    with pytest.raises(NothingToDraw, match="no kernel but the library's can do"):
+    with pytest.raises(NothingToDraw, match="only the library supports"):
         landscape(Case(MATMUL, MatmulProblem(8, 8, 8, "float32", precision="highest"), H200))
 
 

@@ -336,7 +336,7 @@ def test_wrong_options_are_refused_before_anything_is_called():
         scheduler.optimize(jnp.sin, backends=("interpret", "cuda"))
     with pytest.raises(ValueError, match="empty"):
         scheduler.optimize(jnp.sin, backends=())
-    with pytest.raises(TypeError, match="neither a name nor several"):
+    with pytest.raises(TypeError, match="backends must be a name or several"):
         scheduler.optimize(jnp.sin, backends=3)
     with pytest.raises(TypeError, match="expects a function"):
         scheduler.optimize(3)

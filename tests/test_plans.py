@@ -94,15 +94,15 @@ def test_a_plan_prints_what_it_answers_and_what_that_gained():
 
 
 DAMAGES = [
-    (lambda plan: "", "no JSON"),
+    (lambda plan: "", "invalid JSON"),
     (lambda plan: "[1]", "a JSON object is wanted"),
-    (lambda plan: json.dumps(plan)[:-40], "no JSON"),
+    (lambda plan: json.dumps(plan)[:-40], "invalid JSON"),
     (lambda plan: json.dumps({**plan, "format": 2}), "its format is 2, and this version reads 1: upgrade"),
     (lambda plan: json.dumps({k: v for k, v in plan.items() if k != "digest"}), "digest is missing"),
     (lambda plan: json.dumps({k: v for k, v in plan.items() if k != "answers"}), "answers is missing"),
     (lambda plan: json.dumps({**plan, "answers": [{}]}), "answers: item 0: operation is missing"),
     (lambda plan: json.dumps({**plan, "hardware": 7}), "hardware: text is wanted, found 7"),
-    (lambda plan: json.dumps({**plan, "answers": plan["answers"] * 2}), "is answered twice"),
+    (lambda plan: json.dumps({**plan, "answers": plan["answers"] * 2}), "occurs twice"),
     (
         lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "schedule": {"tile_m": {"of": 1}}}]}),
         "tile_m: ",
@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(scheduler.PlanError, match="cannot be read: Is a directory"):
         Plan.load(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(scheduler.PlanError, match="is no plan that can be used"):
+    with pytest.raises(scheduler.PlanError, match="is not a valid plan"):
         Plan.load(tmp_path / "bytes")
     with pytest.raises(ValueError, match="missing='ignore' is not one of xla, error"):
         scheduler.plan(plan_of(), missing="ignore").__enter__()

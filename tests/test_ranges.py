@@ -414,7 +414,7 @@ def test_points_measured_by_another_version_of_a_kernel_answer_nothing(tuned_ran
         version = 2
 
     newer = Operation("stepped", DoubleProblem, (Newer(), DoubleLibrary()))
-    assert "the scripted kernel is now version 2, and 1 was measured" in lookup(store, 100, newer)
+    assert "the scripted kernel is now version 2, and version 1 was measured" in lookup(store, 100, newer)
 
 
 def test_another_family_another_chip_and_what_is_beyond_lie_in_no_range():
@@ -533,7 +533,7 @@ def test_a_call_that_no_longer_can_be_answered_says_why(own):
     with contextlib.closing(Store(own)) as store:
         for record in list(store.records()):
             store.forget(record.key)
-    with pytest.raises(CacheMiss, match=r"the range n=1\.\.1024 does not answer: n=\d+: its record is gone"):
+    with pytest.raises(CacheMiss, match=r"the range n=1\.\.1024 cannot be used: n=\d+: its record is gone"):
         decide(77, on_miss="error")
 
 

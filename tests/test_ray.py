@@ -149,7 +149,7 @@ def test_a_host_that_dies_loses_nothing(cluster, store, tmp_path):
             for gate in gates:
                 (gate / "open").touch()
 
-    with pytest.warns(RuntimeWarning, match=f"{victim.node_id[:6]} is no longer used: it does not come back"):
+    with pytest.warns(RuntimeWarning, match=f"{victim.node_id[:6]} is no longer used: it does not restart"):
         results, places = searched(cluster, [*map(gated, gates), *SMALL[:2]], store, kill)
     assert (len(places), len(dead)) == (3, 1)
     assert [result.state for result in results.values()] == ["tuned"] * 5

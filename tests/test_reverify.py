@@ -175,7 +175,7 @@ def test_a_record_of_an_older_kernel_is_not_timed_but_to_be_tuned_again():
     runner = Told()
     found = verdict(runner, newer, record(newer))
     assert found.state == "broken"
-    assert found.reason == "the scripted kernel is now version 2, and 1 was measured; tune it again"
+    assert found.reason == "the scripted kernel is now version 2, and version 1 was measured; tune it again"
     assert (found.rivals, found.refreshed, runner.order) == ((), None, [])
 
 

@@ -181,7 +181,7 @@ def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store
     out, err = run("tune", "--missed")
     assert "No call on" in out
     assert f"1 problems on {H200} are left out: this chip is {CPU.id}" in err
-    assert "1 of matmul are left out: it is no problem of matmul today: missing m, n, k" in err
+    assert "1 problems of matmul are left out: the problem is no longer valid for matmul: missing m, n, k" in err
     assert "1 problems of mine are left out: mine is user-defined: give --own my.py:MINE" in err
     assert "2 problems are left out: their total expected gain is below 0.5%" in err  # of a CPU, XLA is the best
     results = json.loads(run("tune", "--missed", "--all", "--budget", 2, "--json")[0])["results"]

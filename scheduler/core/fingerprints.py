@@ -104,7 +104,7 @@ def _apart(call: Callable[[], str]) -> str:
 def _changed(what: str, jax_version: str) -> Changed | None:
     if jax_version != jax.__version__:
         return None
-    return Changed(f"{what} computes something else than when it was measured")
+    return Changed(f"{what} has changed since it was measured")
 
 
 def _traced(run: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:

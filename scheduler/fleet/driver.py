@@ -33,7 +33,7 @@ def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Envir
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
     if not isinstance(how.sampler, str):
-        raise SchedulerError("no other process can take a sampler that is an object: name it as module:NAME")
+        raise SchedulerError("a sampler object cannot be sent to other processes: give it as module:NAME")
     key = key_of(operation, task.problem, hardware)
     similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
     return Order(
@@ -87,7 +87,7 @@ def received(
                     if finished:
                         keeping.write(lambda store: store.finish(key))
                     raise (ExecutorLost if device else SchedulerError)(reason)
-    raise ExecutorLost("the search ended without a word")
+    raise ExecutorLost("the search ended without a result")
 
 
 def _keep(

@@ -94,10 +94,10 @@ class RayExecutor:
                 description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
             except ray.exceptions.ActorUnavailableError as error:
                 if time.monotonic() > until:
-                    raise SchedulerError(f"it was not to be reached for {RETURN_S:g} s") from error
+                    raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
                 time.sleep(1.0)
             except ray.exceptions.RayError as error:
-                raise SchedulerError(f"it does not come back ({_reason(error)})") from error
+                raise SchedulerError(f"it does not restart ({_reason(error)})") from error
             else:
                 if "unable" in description:
                     raise SchedulerError(description["unable"])
@@ -177,7 +177,7 @@ def _ray() -> Any:
         import ray
     except ImportError:
         raise MissingPackage(
-            "a fleet needs Ray, which is not installed: pip install 'tile-scheduler[ray]', here and on every host of it"
+            "a fleet needs Ray, which is not installed: pip install 'tile-scheduler[ray]' on every host"
         ) from None
     return ray
 
@@ -197,7 +197,7 @@ def _connect(address: str) -> None:
     except ConnectionError as error:
         raise _no_cluster(to, _reason(error)) from error
     except (RuntimeError, ValueError, TimeoutError, _ray().exceptions.RayError) as error:
-        raise SchedulerError(f"the cluster of Ray at {to} cannot be used: {_reason(error)}") from error
+        raise SchedulerError(f"the Ray cluster at {to} cannot be used: {_reason(error)}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)  # Ray replaces the handler
@@ -207,7 +207,7 @@ def _require_reachable(address: str) -> None:
     """Raises an error if the address cannot be reached; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise SchedulerError(f"a cluster of Ray is HOST:PORT, auto or local, not {address!r}")
+        raise SchedulerError(f"the address of a Ray cluster must be HOST:PORT, auto or local, found {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -216,9 +216,9 @@ def _require_reachable(address: str) -> None:
 
 def _no_cluster(address: str, reason: str) -> SchedulerError:
     return SchedulerError(
-        f"no cluster of Ray at {address} ({reason}); start one: ray start --head --port=6379 here, ray start "
-        "--address=HERE:6379 on the other hosts, or --address local for this host alone; of one that a token protects, "
-        "have ~/.ray/auth_token here, too, and set RAY_AUTH_MODE=token"
+        f"no Ray cluster at {address} ({reason}); start one: ray start --head --port=6379 here, and ray start "
+        "--address=HERE:6379 on the other hosts, or use --address local for this host alone; if a token protects the "
+        "cluster, copy ~/.ray/auth_token to this host and set RAY_AUTH_MODE=token"
     )
 
 
@@ -312,10 +312,10 @@ def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
         try:
             descriptions.append((actor, ray.get(answer, timeout=0)))
         except ray.exceptions.GetTimeoutError:
-            excluded.append("other work has what it needs, or it does not start")
+            excluded.append("other work uses its resources, or it does not start")
             ray.kill(actor)
         except ray.exceptions.RayError as error:
-            excluded.append(f"no agent starts there, as without tile-scheduler ({_reason(error)})")
+            excluded.append(f"no agent starts there; is tile-scheduler installed? ({_reason(error)})")
     here = versions()
     if others := [
         f"{description['host']}: {wrong}"
@@ -323,7 +323,7 @@ def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
         if (wrong := differences(here, description["versions"]))
     ]:
         raise SchedulerError(
-            f"a fleet measures with the same versions everywhere; other ones are on {'; '.join(dict.fromkeys(others))}"
+            f"all hosts of a fleet need the same versions; others are on {'; '.join(dict.fromkeys(others))}"
         )
     excluded += [
         f"{description['host']}: {description['unable']}" for _, description in descriptions if "unable" in description
@@ -332,10 +332,10 @@ def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
     reasons = "; ".join(f"{count} x {why}" for why, count in collections.Counter(excluded).items())
     if not found:
         raise SchedulerError(
-            f"of {len(actors)} places of the cluster none can measure: {reasons or 'it has neither GPUs nor cores'}"
+            f"none of {len(actors)} actors of the cluster can measure: {reasons or 'it has neither GPUs nor cores'}"
         )
     if excluded:
-        _log.warning("%d of %d places of the cluster are left out: %s", len(excluded), len(actors), reasons)
+        _log.warning("%d of %d actors of the cluster are left out: %s", len(excluded), len(actors), reasons)
     return found
 
 
@@ -349,8 +349,8 @@ def of_one_kind(found: Sequence[RayExecutor], wanted: str | None) -> list[RayExe
     there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     meant = list(kinds) if wanted is None else chips.named(wanted, kinds)
     if len(meant) != 1:
-        what = f"{wanted or 'the cluster'} is several" if meant else f"the cluster has no {wanted}"
-        raise SchedulerError(f"a job is of one kind of chip, and {what} ({there}); name one: --hardware h200")
+        what = f"{wanted or 'the cluster'} matches several" if meant else f"the cluster has no {wanted}"
+        raise SchedulerError(f"a job needs one kind of chip, but {what} ({there}); select one: --hardware h200")
     return [place for place in found if place.hardware.id == meant[0]]
 
 

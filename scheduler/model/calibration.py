@@ -117,7 +117,7 @@ def calibrate(
             made.append(fit(operation, kernel, hardware, seen, newest))
     if not made:
         raise NoCandidate(
-            f"no trial of {operation.name} on {hardware.kind} was timed by the clock of an accelerator, to which the "
+            f"no trial of {operation.name} on {hardware.kind} was timed by the clock of an accelerator, which the "
             "model is fitted (a CPU has none): tune or sweep on one first"
         )
     return made

@@ -100,13 +100,13 @@ class Constants:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in SHARES and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} is a share of a peak: it lies in (0, 1]")
+                raise ValueError(f"{name} is a share of a peak and must be in (0, 1], found {value}")
             if name in ORDERS and not value >= 1:
-                raise ValueError(f"{name}={value} is the order of a norm: at least 1")
+                raise ValueError(f"{name} is the order of a norm and must be at least 1, found {value}")
             if name in FACTORS and not value > 0:
-                raise ValueError(f"{name}={value} is a factor or a rate: above 0")
+                raise ValueError(f"{name} is a factor or a rate and must be above 0, found {value}")
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value} is no time or size: finite, and at least 0")
+                raise ValueError(f"{name} is a time or size and must be finite and at least 0, found {value}")
 
 
 SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")

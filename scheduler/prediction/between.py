@@ -99,7 +99,7 @@ def between(
         found = _answer(asked, one, ends, find)
         if isinstance(found, RangeAnswer):
             return found
-        reasons.append(f"the range {one.field}={one.low}..{one.high} does not answer: {found}")
+        reasons.append(f"the range {one.field}={one.low}..{one.high} cannot be used: {found}")
     return "; ".join(dict.fromkeys(reasons))
 
 

@@ -80,7 +80,7 @@ def choose(
     if not len(pruned.points) and needed:
         pruned = prune(kernel, problem, hardware, model, keep=1)
     if not len(pruned.points):
-        return f"nothing left of {pruned.size}: {counted(pruned.dropped)}"
+        return f"none of {pruned.size} schedules is left: {counted(pruned.dropped)}"
     residuals = residuals_of(operation, kernel, fitted)
     error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
@@ -95,17 +95,17 @@ def choose(
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
         at += ", estimated" if closest.neighbour.record.estimated else ""
-        words = f" (its times corrected by those of {at})"
+        words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
         checked = here is not None and (needed or _verified(kernel, problem, hardware, closest.entry.schedule))
         if not kernel.library and here is not None and checked and here <= closest.objection * pruned.predicted_s[0]:
             schedule, words = closest.entry.schedule, f" (with the schedule of {at})"
     elif not pruned.ranked:
-        words = ", the first of its schedules, as it declares no footprint to rank them by"
+        words = ", the first of its schedules, because it declares no footprint"
     if schedule is None:
         schedule = _first(kernel, problem, hardware, model, pruned, _variants(kernel, fitted), needed)
     if schedule is None:
-        return "no variant of it that was measured suits the problem"
+        return "no measured variant of the kernel is legal for the problem"
     predicted_s = float(pruned.predicted_s[0]) * math.exp(error)
     return Choice(kernel.backend, schedule, predicted_s, deviation, near_by, words, pruned.ranked)
 
@@ -303,16 +303,16 @@ def predict(
     if found is None:
         why = _words(refused or unsupported)
         if library.backend not in allowed:
-            raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {why}")
+            raise NoCandidate(f"no kernel of {operation.name} supports {problem} on {hardware.kind}: {why}")
         reason = why or "the library is the only kernel"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour)
     gain, faster = library_s / found.predicted_s, _probability_of_gain(best, found)
     if library.backend in allowed and faster < sure:
-        reason = f"the model expects a gain over the library with {faster:.0%}, and {sure:.0%} is wanted"
+        reason = f"the model expects a gain over the library with probability {faster:.0%}, below {sure:.0%}"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour, faster=faster)
     reason = "the top prediction"
     if library.backend in allowed:
-        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with {faster:.0%}"
+        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with probability {faster:.0%}"
     return Answer(
         backend=found.backend,
         schedule=found.schedule,

@@ -162,9 +162,9 @@ def recheck(
         if kernel.backend not in allowed and not kernel.library:
             continue
         if then is None and kernel.supports(problem, hardware.target) is None:
-            return f"it was measured before there was a {kernel.backend} kernel for it"
+            return f"it was measured before the {kernel.backend} kernel existed"
         if then is not None and then != kernel.version:
-            return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
+            return f"the {kernel.backend} kernel is now version {kernel.version}, and version {then} was measured"
     entry = record.best(allowed)
     if entry is None:
         failed = "; ".join(str(lost) for lost in record.failed if lost.backend in allowed)
