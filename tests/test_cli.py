@@ -182,7 +182,7 @@ def test_wrong_words_end_with_status_2_and_name_the_right_ones(arguments, compla
         (["forget", "matmul", *SMALL], "nothing matches in"),
         (["import", "not-there"], "not-there: No such file or directory"),
         (["tune", "--job", "not-there"], "not-there: No such file or directory"),
-        (["build-cache", "not-there"], "no directory not-there"),
+        (["build-cache", "not-there"], "the directory of records not-there does not exist"),
     ],
 )
 def test_what_cannot_be_done_ends_with_status_1_and_a_sentence(arguments, complaint):
@@ -319,7 +319,7 @@ def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current
     for cache, again in (("cache", "verify --update"), ("shipped cache", "verify --shipped --update")):
         assert found[cache]["state"] == ("ok" if current else "warning")
         told = re.search(
-            rf"all of them stale: made with jax ({MADE}\.\d+), and here is {here}.*", found[cache]["detail"]
+            rf"all of them stale: made with jax ({MADE}\.\d+), and this is {here}.*", found[cache]["detail"]
         )
         assert bool(told) == (not current)
         if told:

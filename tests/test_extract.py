@@ -61,7 +61,7 @@ def test_the_turns_of_a_while_count_as_one_and_that_is_said():
     found = scheduler.problems(fn, SQUARE, SQUARE)
     assert [row.count for row in found] == [4]
     assert "test_extract.py:" in repr(found)
-    assert "the turns of a while loop count as one." in repr(found)
+    assert "all iterations of a while loop count as one." in repr(found)
 
 
 def test_all_branches_of_a_cond_count_and_that_is_said():
@@ -313,7 +313,7 @@ def test_the_command_takes_the_shapes_of_a_function_with_arguments(step_file, ca
         ("loss", ["f33[8,8]", "f32[8]"], 2, "'f33[8,8]' is not a valid array"),
         ("loss", ["f32[8@x,8@x]", "f32[8]"], 2, "'f32[8@x,8@x]' uses an axis of the mesh twice"),
         ("absent", [], 2, "has no attribute 'absent'"),
-        ("NUMBER", [], 2, "is a int, not a function"),
+        ("NUMBER", [], 2, "must be a function, found int"),
         ("breaks", [], 1, "step.py:12, in breaks: TypeError: add got incompatible shapes"),
         ("NO_SIGNATURE", [], 1, "cannot be traced: max expected at least 1 argument"),
     ],

@@ -215,7 +215,7 @@ def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_start
         monkeypatch.setattr("scheduler.measure.worker_process.RESTART_PAUSES_S", (0.0,))
         with monkeypatch.context() as patch:
             patch.setattr(pool._measuring, "begin", lambda: WorkerError("the device is full"))
-            pool._found()
+            pool._detected_target()
             pool._measuring._child.kill()
             for _ in range(2):
                 with pytest.raises(DeviceLost, match="no measuring process starts on the device: the device is full"):
@@ -226,7 +226,7 @@ def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_start
 def test_the_memory_that_the_measuring_process_may_take_is_what_is_free(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # for the user's programs
     with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=1)) as pool:
-        pool._found()
+        pool._detected_target()
         with open(f"/proc/{pool._measuring.pid}/environ", "rb") as file:
             told = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
         assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((8 - 0.5) / 16, abs=1e-4)

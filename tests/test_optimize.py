@@ -294,14 +294,14 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
 def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
     fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
     operations = [operation.name for operation in ablation.selected_backends().values()]
-    asked = dict(zip(operations, (options.backends for options in fast._asked()), strict=True))
+    asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
         "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
         "flash_attention_backward": {"xla"},
     }
     everything = scheduler.optimize(lambda a: a @ a)
-    assert {options.backends for options in everything._asked()} == {None}
+    assert {options.backends for options in everything._current_options()} == {None}
 
 
 def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
@@ -312,7 +312,7 @@ def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
     assert predict(MATMUL, problem, h200, sure=unsure.faster).backend == "mosaic_gpu"
     for keep, sure in (("faster", 0.5), ("tuned", None)):
         fast = scheduler.optimize(lambda a: a @ a, keep=keep)
-        assert {options.sure for options in fast._asked()} == {sure}
+        assert {options.sure for options in fast._current_options()} == {sure}
 
 
 class JittedElsewhere:

@@ -393,7 +393,7 @@ def open_place(searches=2):
 def taken_at_once(queue, where):
     """What it takes without waiting for anybody; None where it leaves the next one to others."""
     with queue._changed:
-        found = queue._next(queue._at[id(where)])
+        found = queue._next(queue._states[id(where)])
     return found if found is None else queue.take(where)
 
 

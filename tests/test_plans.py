@@ -97,7 +97,7 @@ DAMAGES = [
     (lambda plan: "", "invalid JSON"),
     (lambda plan: "[1]", "a JSON object is wanted"),
     (lambda plan: json.dumps(plan)[:-40], "invalid JSON"),
-    (lambda plan: json.dumps({**plan, "format": 2}), "its format is 2, and this version reads 1: upgrade"),
+    (lambda plan: json.dumps({**plan, "format": 2}), "this version reads format 1, found format 2: upgrade"),
     (lambda plan: json.dumps({k: v for k, v in plan.items() if k != "digest"}), "digest is missing"),
     (lambda plan: json.dumps({k: v for k, v in plan.items() if k != "answers"}), "answers is missing"),
     (lambda plan: json.dumps({**plan, "answers": [{}]}), "answers: item 0: operation is missing"),

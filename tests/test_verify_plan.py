@@ -83,7 +83,7 @@ def test_a_plan_of_a_kernel_that_nobody_loaded_says_what_to_name(plan, monkeypat
 def test_a_kernel_of_another_version_or_chip_does_not_hold(plan):
     changed(plan, version=5)
     status, said = ran("--plan", plan, "--operation", f"{OWN}:SOCIABLE")
-    assert (status, "1 of 1 kernels of the plan do not hold" in said) == (1, True), said
+    assert (status, "1 of 1 kernels of the plan are invalid" in said) == (1, True), said
     status, said = ran("--plan", plan, "--function", f"{plan.parent}/steps.py:step")
     assert (status, "version 5 of the quick kernel, now version" in said) == (1, True), said
     changed(plan, version=SOCIABLE.kernel("quick").version)

@@ -173,7 +173,7 @@ def test_closing_a_pool_ends_what_is_under_way():
         ThreadPoolExecutor(1) as one,
     ):
         hanging = one.submit(pool.measure, faulty("hang"))
-        pool._found()
+        pool._detected_target()
         process = pool._measuring._child._process
         while not pool._busy:
             time.sleep(0.01)
@@ -228,7 +228,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
-pool._found()
+pool._detected_target()
 while len(pool._compilers.pids) < 2: time.sleep(0.01)
 print(pool._measuring.pid, *pool._compilers.pids, flush=True)
 {then}
