@@ -329,8 +329,8 @@ PROCESS = """
     ("second_plan", "says"),
     [
         ("one", "True"),
-        ("other", "SchedulerError process 1 answers by the plan {other}, and process 0 by the plan {one}; give all"),
-        ("", "SchedulerError process 1 answers without a plan, and process 0 by the plan {one}; give all processes"),
+        ("other", "SchedulerError process 1 runs with the plan {other}, and process 0 with the plan {one}; give all"),
+        ("", "SchedulerError process 1 runs without a plan, and process 0 with the plan {one}; give all processes"),
     ],
 )
 def test_processes_of_one_job_answer_by_one_plan_or_say_that_theirs_differ(second_plan, says, tmp_path):

@@ -121,13 +121,14 @@ def _show_ranges(
     low, high = getattr(lowest, field), getattr(highest, field)
 
     def ask(store: Store) -> list[tuple[Range, list[Record | None]]]:
-        of_these = [
+        overlapping = [
             one
             for one in store.ranges.all(operation=op.name)
             if (one.field, one.problem) == (field, family_of(lowest, field)) and low <= one.high and one.low <= high
         ]
         return [
-            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points]) for one in of_these
+            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points])
+            for one in overlapping
         ]
 
     kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
@@ -167,10 +168,10 @@ def explain(
         chip = chips.find(hardware) if hardware is not None else None
     chip = chip or hardware_here(device)
     key = key_of(op, problem, chip)
-    asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
-    found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
+    from_stores = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
+    found = [(where, record, tried) for where, (record, tried) in from_stores if record is not None]
     found.sort(key=lambda each: each[1].estimated)  # calls prefer measured records
-    trials = [trial for _, (_, tried) in asked for trial in tried]
+    trials = [trial for _, (_, tried) in from_stores for trial in tried]
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
@@ -315,7 +316,7 @@ def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
     ]
     if known:
         yield ""
-        yield labelled((schedule_text(ranked.schedule), said) for ranked, said in known)
+        yield labelled((schedule_text(ranked.schedule), fact) for ranked, fact in known)
 
 
 def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:

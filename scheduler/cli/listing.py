@@ -70,14 +70,16 @@ class Stored:
 
     def left_out_texts(self) -> list[str]:
         """Returns up to two lines about records left out, with the options to show them."""
-        said = []
+        lines = []
         if self.left:
-            said.append(f"{self.left} more records are left out: --most 0 shows all, --operation and --hardware filter")
+            lines.append(
+                f"{self.left} more records are left out: --most 0 shows all, --operation and --hardware filter"
+            )
         if self.elsewhere:
             counts = collections.Counter(chip.partition(" (")[0] for chip in self.elsewhere)
             chips = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
-            said.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them")
-        return said
+            lines.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them")
+        return lines
 
 
 def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int, fields: bool = True) -> Stored:

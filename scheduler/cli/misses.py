@@ -82,19 +82,19 @@ def misses(
 
 def tasks_missed(
     store: Store,
-    here: Hardware,
+    local_chip: Hardware,
     search: Callable[[Operation[Any], Problem], Task],
     everything: bool,
     part: str | None,
     own: Sequence[str],
 ) -> list[Task]:
-    """Returns the search tasks for cache misses on the chip `here`, and reports the misses that are skipped."""
+    """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
 
     _load(own)
     kept = store.misses.all()
-    _report_other_chips([miss.key for miss in kept], here)
-    weighed = _weighed([miss for miss in kept if miss.key.hardware == here.id], here)
+    _report_other_chips([miss.key for miss in kept], local_chip)
+    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], local_chip)
     unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
     for (name, reason), count in unknown.items():
         say(f"{count} problems of {name} are left out: {reason}")
@@ -108,7 +108,7 @@ def tasks_missed(
         mine = jobs.part(selected, part or "1/1")
     tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
     if not tasks:
-        output(f"No call on {here.id} missed a record that is worth a search.")
+        output(f"No call on {local_chip.id} missed a record that is worth a search.")
     return tasks
 
 
@@ -120,7 +120,7 @@ def _load(own: Sequence[str]) -> None:
             load(name)
 
 
-def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]:
+def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[Missed]:
     from scheduler.prediction import between
     from scheduler.search import missed
 
@@ -132,14 +132,16 @@ def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]
         return between.merged(between.read(store, operation, problem, chip) for store in stores)
 
     return missed.weigh(
-        kept, stored, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
+        kept,
+        stored,
+        lambda identity: local_chip if local_chip is not None and identity == local_chip.id else chip_of(identity),
     )
 
 
-def _report_other_chips(keys: Sequence[Key], here: Hardware) -> None:
+def _report_other_chips(keys: Sequence[Key], local_chip: Hardware) -> None:
     for chip, count in sorted(collections.Counter(key.hardware for key in keys).items()):
-        if chip != here.id:
-            say(f"{count} problems on {chip} are left out: this chip is {here.id}")
+        if chip != local_chip.id:
+            say(f"{count} problems on {chip} are left out: this chip is {local_chip.id}")
 
 
 def _none_text(store: Store, count_covered: int) -> str:

@@ -176,8 +176,8 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     groups = []
     for (where, operation, hardware, jax, estimated), group in by_group.items():
         choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
-        how = "estimated by the compiler, not measured," if estimated else "tuned"
-        word = f"stale ({how} with jax {jax})" if stale(group[0]) else f"{how} with jax {jax}"
+        origin = "estimated by the compiler, not measured," if estimated else "tuned"
+        word = f"stale ({origin} with jax {jax})" if stale(group[0]) else f"{origin} with jax {jax}"
         heading = [f"{operation}, {hardware}, {where}: {word}", *choices.note]
         lines = [
             Row(
@@ -279,5 +279,5 @@ def range_points(of: Range, records: Sequence[Record | None], width: int) -> Ite
             gain_text(record),
         )
         rows.append(Row(f"{of.field}={value}", figures, [next(schedules), *["a brief search"] * record.brief]))
-    how = "estimated" if any(record is not None and record.estimated for record in records) else "time"
-    yield from ledger("point, and its winner", (how, "XLA", "gain"), [(choices.note, rows)], width)
+    time_column = "estimated" if any(record is not None and record.estimated for record in records) else "time"
+    yield from ledger("point, and its winner", (time_column, "XLA", "gain"), [(choices.note, rows)], width)

@@ -37,9 +37,9 @@ def console_here() -> Console:
 
     Its width is COLUMNS, up to `MOST_COLUMNS`, or the width of the terminal. Without either, it is 120.
     """
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return Console(highlight=False, width=min(int(asked), MOST_COLUMNS))
+    width_text = os.environ.get("COLUMNS", "")
+    if width_text.isdecimal() and int(width_text) > 0:
+        return Console(highlight=False, width=min(int(width_text), MOST_COLUMNS))
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -81,8 +81,8 @@ def best_text(progress: Progress) -> str:
     if best is None:
         return "compiling the first candidate" if progress.last is None else "no candidate has run yet"
     time_s = getattr(best.outcome, "median_s", float("nan"))
-    how = "estimated " if getattr(best.outcome, "estimated", False) else ""
-    return f"best {how}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+    prefix = "estimated " if getattr(best.outcome, "estimated", False) else ""
+    return f"best {prefix}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ _SHARE = 10
 
 
 @contextlib.contextmanager
-def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+def shown_count(label: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
     """Shows a count up to `total` on standard error: a bar on a terminal, otherwise a line for each tenth.
 
     Yields:
@@ -135,7 +135,7 @@ def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Itera
             next_line = 0
             for done, thing in enumerate(things):
                 if (share := done * _SHARE // max(total, 1)) >= next_line:
-                    say(f"{what}: {done} of {total} done")
+                    say(f"{label}: {done} of {total} done")
                     next_line = share + 1
                 yield thing
 
@@ -147,7 +147,7 @@ def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Itera
 
     columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
     with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        row = bars.add_task(what, total=total)
+        row = bars.add_task(label, total=total)
 
         def bar(things: Iterable[T]) -> Iterator[T]:
             for thing in things:

@@ -78,13 +78,13 @@ def describe(target: Target) -> Hardware:
     """
     if target.platform == CPU.platform:
         return CPU
-    kin = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
-    if not kin:
+    similar = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
+    if not similar:
         raise UnknownChip(
             f"{target.kind} ({target.architecture}) is not in the table of chips, and neither is another chip of this "
             "architecture: its memory and its speed are unknown, so no Pallas kernel is selected or tuned for it"
         )
-    row = next((row for row in kin if row.kind == target.kind), kin[0])
+    row = next((row for row in similar if row.kind == target.kind), similar[0])
     share = target.cores / row.cores
     rates = MappingProxyType({name: rate * share for name, rate in row.flops_per_s.items()})
     return dataclasses.replace(

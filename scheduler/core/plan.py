@@ -181,8 +181,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from _folded(choice_text(each.backend, each.schedule) + reason, below)
 
 
-def _folded(said: str, indent: str) -> list[str]:
-    return textwrap.wrap(said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _folded(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _digest_of(fields: Mapping[str, Any]) -> str:

@@ -234,8 +234,8 @@ def _call_global(operation: Operation[Any], options: dispatch.Options, bind: Cal
     return _call_tuned(operation, options, bound)
 
 
-def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
-    on_miss, backends, schedule, *values = how
+def _function(called: Signature, options_and_values: tuple[Any, ...]) -> Callable[..., Any]:
+    on_miss, backends, schedule, *values = options_and_values
     operation, last = called.operation, called.last
     options = dispatch.options(
         operation,

@@ -110,10 +110,10 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
     """Returns stored records, ranges and calibrations as text. Records are not decoded, as there may be thousands."""
-    cache, of_these = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
-    own = [] if shared_only else map(codec.record_to_text, cache.remembered(**of_these))
+    cache, filters = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
+    own = [] if shared_only else map(codec.record_to_text, cache.remembered(**filters))
     stores = cache.ask(
-        lambda store: [*store.texts(**of_these), *map(range_to_text, store.ranges.all(**of_these))],
+        lambda store: [*store.texts(**filters), *map(range_to_text, store.ranges.all(**filters))],
         shared_only=shared_only,
     )
     fitted = constants.calibrations(operation.name, hardware, shared_only=shared_only)

@@ -45,9 +45,9 @@ def require_one_code(plan: str = "") -> None:
 
 def _difference(own: str, first: str) -> str:
     if own == first:
-        what = "code" if own else "code or other shipped records"
+        kinds = "code" if own else "code or other shipped records"
         return (
-            f"has other {what} than process 0 and could select another schedule; install the same tile-scheduler and "
+            f"has other {kinds} than process 0 and could select another schedule; install the same tile-scheduler and "
             "the same jax everywhere"
         )
     here, there = (f"with the plan {plan}" if plan else "without a plan" for plan in (own, first))

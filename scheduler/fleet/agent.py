@@ -88,7 +88,7 @@ class Agent:
             as fields, and `slots` (the maximum number of concurrent candidates); or `unable`, the reason why the agent
             cannot measure.
         """
-        said: dict[str, Any] = {
+        description: dict[str, Any] = {
             "host": socket.gethostname(),
             "node": self._node,
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
@@ -97,10 +97,10 @@ class Agent:
         try:
             self._device.open()
         except SchedulerError as error:
-            return said | {"unable": str(error)}
+            return description | {"unable": str(error)}
         slots = 1 if self._pool is None else self._pool.slots
         target, environment = vars(self._device.hardware.target), vars(self._environment)
-        return said | {"target": target, "environment": environment, "slots": slots}
+        return description | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
         """Searches `order`; yields messages about its progress, the last of which is `Found` or `Failed`."""

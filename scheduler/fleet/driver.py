@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler.store.studies import Parameters
 
 
-def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
+def order(task: Task, options: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
     """Builds the order with which an agent on such a chip searches a problem as this process would.
 
     Raises:
@@ -32,7 +32,7 @@ def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Envir
     name = locate(operation)
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
-    if not isinstance(how.sampler, str):
+    if not isinstance(options.sampler, str):
         raise SchedulerError("a sampler object cannot be sent to other processes: give it as module:NAME")
     key = key_of(operation, task.problem, hardware)
     similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
@@ -41,15 +41,15 @@ def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Envir
         problem=key.problem,
         budget=task.budget,
         seconds=task.seconds,
-        seed=how.seed,
-        l2=how.l2,
+        seed=options.seed,
+        l2=options.l2,
         backends=tuple(sorted(task.backends or ())),
         versions=kernel_versions(operation),
         near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
         first=task.first,
         brief=task.brief,
-        sampler=how.sampler,
+        sampler=options.sampler,
     )
 
 

@@ -104,11 +104,13 @@ class RayExecutor:
                 self._set_description(description)
                 self._lost = False
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
         try:
-            ordered = order(task, how, self.hardware, self._environment, store)
+            ordered = order(task, options, self.hardware, self._environment, store)
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
             parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
             return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
@@ -302,13 +304,13 @@ def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
       SchedulerError: no actor is left, or versions differ.
     """
     ray = _ray()
-    asked = {actor.describe.remote(): actor for actor in actors}
-    if asked:
-        ray.wait(list(asked), num_returns=min(len(asked), max(1, room)), timeout=START_S)
-        ray.wait(list(asked), num_returns=len(asked), timeout=LATE_S)
+    answers = {actor.describe.remote(): actor for actor in actors}
+    if answers:
+        ray.wait(list(answers), num_returns=min(len(answers), max(1, room)), timeout=START_S)
+        ray.wait(list(answers), num_returns=len(answers), timeout=LATE_S)
     descriptions: list[tuple[Any, Mapping[str, Any]]] = []
     excluded: list[str] = []
-    for answer, actor in asked.items():
+    for answer, actor in answers.items():
         try:
             descriptions.append((actor, ray.get(answer, timeout=0)))
         except ray.exceptions.GetTimeoutError:
@@ -349,8 +351,8 @@ def of_one_kind(found: Sequence[RayExecutor], wanted: str | None) -> list[RayExe
     there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     meant = list(kinds) if wanted is None else chips.named(wanted, kinds)
     if len(meant) != 1:
-        what = f"{wanted or 'the cluster'} matches several" if meant else f"the cluster has no {wanted}"
-        raise SchedulerError(f"a job needs one kind of chip, but {what} ({there}); select one: --hardware h200")
+        reason = f"{wanted or 'the cluster'} matches several" if meant else f"the cluster has no {wanted}"
+        raise SchedulerError(f"a job needs one kind of chip, but {reason} ({there}); select one: --hardware h200")
     return [place for place in found if place.hardware.id == meant[0]]
 
 

@@ -99,8 +99,8 @@ class AblationResult:
     def __str__(self) -> str:
         middle, low, high = self.margin.middle, self.margin.low, self.margin.high
         others = f" and {len(self.group) - 1} others" if len(self.group) > 1 else ""
-        how = "slower" if middle > 0 else "faster"
-        return f"the function is {abs(middle):.2%} {how} without it{others} ({low:+.2%} to {high:+.2%})"
+        direction = "slower" if middle > 0 else "faster"
+        return f"the function is {abs(middle):.2%} {direction} without it{others} ({low:+.2%} to {high:+.2%})"
 
 
 def ablate(

@@ -245,11 +245,11 @@ class Optimized:
                     self._deciding.pop(key, None)
             return version
 
-    def _compile_arrays(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
+    def _compile_arrays(self, options_in_force: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
         if not self._by_jax and has_state(given.dynamic):
             return _OPENED
         try:
-            return self._tried(asked, self._jitted, given)
+            return self._tried(options_in_force, self._jitted, given)
         except pure.Impure:
             return _OPENED
         except _CONCRETE:
@@ -287,8 +287,8 @@ class Optimized:
         return self._tried(key[0], jax.jit(function, donate_argnums=donated, **options), given)
 
     @interruptible()
-    def _tried(self, asked: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
-        options = {operation.name: each for operation, each in zip(self._operations, asked, strict=True)}
+    def _tried(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
+        options = {operation.name: each for operation, each in zip(self._operations, options_in_force, strict=True)}
         seconds = self._seconds if self._keep == "faster" else None
         return _Version(Trial(self.__name__, jitted, given, options, seconds).decide(), jitted)
 

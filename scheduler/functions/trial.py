@@ -227,8 +227,8 @@ class Trial:
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return self._fall_back(f"trying the tuned version failed: {what}")
+            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return self._fall_back(f"trying the tuned version failed: {cause}")
 
     def _try_both(self, lowered: Lowered, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()

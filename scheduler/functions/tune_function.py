@@ -257,8 +257,8 @@ class _Tuning:
                 self.plan(()), figures, f"XLA answers everything: the function would be {between}"
             )
         chosen = candidates if best == "all" else kept
-        said = {i: f"{ablated[i]}" for i in chosen}
-        return self._with_figures(self.plan(chosen, said), {**times, "plan": times[best]}, between)
+        kernel_reasons = {i: f"{ablated[i]}" for i in chosen}
+        return self._with_figures(self.plan(chosen, kernel_reasons), {**times, "plan": times[best]}, between)
 
     def _xla_plan(self, xla: Run, verdict: str) -> Plan:
         return self._with_figures(self.plan(()), self.whole.time({"xla": xla}), verdict)

@@ -128,8 +128,8 @@ class Case:
             raise NothingToDraw(f"the schedule of {best.kernel.backend} is unknown; choose another backend")
         kernels = [kernel for kernel in self.operation.kernels if not (kernel.library or kernel.vendor)]
         reasons = {k.backend: k.supports(self.problem, self.hardware.target) or "no schedule fits" for k in kernels}
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise NothingToDraw(f"only the library supports {self} ({said or 'there is no other kernel'})")
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NothingToDraw(f"only the library supports {self} ({text or 'there is no other kernel'})")
 
     def model(self, kernel: Kernel[Any, Any]) -> CostModel:
         return model_of(self.operation, kernel, self.hardware)

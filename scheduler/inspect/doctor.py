@@ -64,7 +64,7 @@ class Coverage:
     def records_text(self) -> str:
         """The number of records of each kind; "" if there are none."""
         counts = {"measured": self.measured, "estimated": self.estimated}
-        return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
     @property
     def fallback_text(self) -> str:
@@ -220,11 +220,11 @@ def upgrade(jax_version: str) -> str:
     """Describes how to install that version of JAX, and which Python it needs if the current one is too old."""
     minor = tuple(int(part) for part in jax_version.split(".")[:2])
     needed = next((python for since, python in PYTHON_OF_JAX if minor >= since), None)
-    how = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
+    command = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
     if needed is None or sys.version_info >= needed:
-        return f"{how})"
+        return f"{command})"
     wanted = ".".join(map(str, needed))
-    return f"{how}) under Python {wanted} or newer, which it needs (this is {platform.python_version()})"
+    return f"{command}) under Python {wanted} or newer, which it needs (this is {platform.python_version()})"
 
 
 def _chips() -> Iterator[Finding]:

@@ -48,10 +48,12 @@ def record_text(record: Record) -> str:
     if library is None:
         lines.append(f"library: {record.library} has no time")
     elif library != winner:
-        said = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[standing(record, library).state]
+        qualifier = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[
+            standing(record, library).state
+        ]
         lines.append(
             f"library: {seconds_text(library.measurement.median_s)}, {choice_text(library.backend, library.schedule)}; "
-            f"{standing(record, library).ratio:.3g} times the winner's{said}"
+            f"{standing(record, library).ratio:.3g} times the winner's{qualifier}"
         )
     else:
         stands = against_library(record)

@@ -158,8 +158,8 @@ def _against_xla(record: Record) -> str:
             medians = f"takes {digits(stands.ratio)} times as long by the medians, which is not significant"
             where = f"is {stands.interval}" if stands.interval else medians
             return f"Undecided, so XLA is used: the best other schedule {where}."
-        said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
-        return f"{said}; the best other schedule takes {digits(stands.ratio)} times as long."
+        result = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
+        return f"{result}; the best other schedule takes {digits(stands.ratio)} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
     if stands.state == "ahead":
         return f"{digits(stands.ratio)} times as fast as {xla}."

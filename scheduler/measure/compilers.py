@@ -264,8 +264,8 @@ class Compilers:
 
         Helpers of other hosts do not take "prepare" requests, because programs prepared there cannot be used here.
         """
-        away = isinstance(process, Helper)
-        return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
+        remote = isinstance(process, Helper)
+        return min((one for one in self._waiting if not (remote and URGENCY[one[0]] == "prepare")), default=None)
 
     def _release(self, process: WorkerProcess | Helper) -> None:
         """Gives a process to the most urgent waiting request."""

@@ -36,13 +36,13 @@ class _Estimating:
     def answer(self, request: Request) -> Answer:
         self._announce("prepare")
         operation = load(request.operation)
-        what = operation, operation.problem.from_canonical(request.problem), self._hardware
+        subject = operation, operation.problem.from_canonical(request.problem), self._hardware
         candidate = request.backend, request.schedule
         if request.do == "confirm":
-            wrong = interpreted(*what, *candidate)
+            wrong = interpreted(*subject, *candidate)
             # A wrong candidate may leave the interpreter in an undefined state, so the process ends.
             return Answer(wrong, fatal="" if wrong is None else str(wrong))
-        outcome = estimate(*what, *candidate, announce=self._announce, raising=request.raising)
+        outcome = estimate(*subject, *candidate, announce=self._announce, raising=request.raising)
         resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Answer(outcome, fatal=f"it held {resident_bytes / GIB:.1f} GiB" if resident_bytes > MOST_BYTES else "")
 

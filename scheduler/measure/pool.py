@@ -104,7 +104,7 @@ def _absent_chip(options: RunnerOptions) -> Hardware | None:
     if not options.hardware:
         return None
     try:
-        asked = chips.find(options.hardware)
+        requested = chips.find(options.hardware)
     except ValueError as error:
         raise WorkerError(str(error)) from error
     here = ""
@@ -113,7 +113,7 @@ def _absent_chip(options: RunnerOptions) -> Hardware | None:
     else:
         with contextlib.suppress(SchedulerError):
             here = chips.detect().kind
-    return None if asked.kind == here else asked
+    return None if requested.kind == here else requested
 
 
 class Pool:

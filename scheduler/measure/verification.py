@@ -177,10 +177,10 @@ def _description(
         if rows is not None:
             index[axis] = int(rows[index[axis]])
         nothing = " (as where nothing was written)" if np.isnan(got) and not np.isnan(right) else ""
-        said, instead = _number_texts(np.asarray(got).item(), np.asarray(right).item())
+        actual_text, instead = _number_texts(np.asarray(got).item(), np.asarray(right).item())
         return (
-            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {said}{nothing} "
-            f"instead of {instead} (allowed: {float(allowed):.2g})"
+            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {actual_text}"
+            f"{nothing} instead of {instead} (allowed: {float(allowed):.2g})"
         )
     return f"{int(unwritten)} of {actual.shape[axis]} rows hold elements that are NaN, as where nothing was written"
 

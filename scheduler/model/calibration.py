@@ -182,8 +182,8 @@ def _spread(model: CostModel, seen: Sequence[Observed]) -> float:
 
 
 def _fast(one: Observed) -> npt.NDArray[np.bool_]:
-    worth: npt.NDArray[np.bool_] = one.seconds <= _WORTH * one.seconds.min()
-    return worth
+    fast: npt.NDArray[np.bool_] = one.seconds <= _WORTH * one.seconds.min()
+    return fast
 
 
 def _errors(kernel: Kernel[Any, Any], model: CostModel, one: Observed) -> Array:

@@ -341,8 +341,8 @@ def _nearest(operation: Operation[Any], problem: Problem, records: Sequence[Reco
     Estimates would correct the model towards themselves.
     """
     for estimated in (False, True):
-        alike = [record for record in records if record.estimated is estimated]
-        if near := nearest(operation, problem, alike, within=TELLING):
+        same_kind = [record for record in records if record.estimated is estimated]
+        if near := nearest(operation, problem, same_kind, within=TELLING):
             return near
     return []
 
@@ -367,8 +367,8 @@ def _measured(
         library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
         library_s = library_s if library is None else library.measurement.median_s
         gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
-        how = "estimated by the compiler, not measured," if record.estimated else "measured"
-        reason = f"{how} on {record.environment.date[:10]}{gain}"
+        origin = "estimated by the compiler, not measured," if record.estimated else "measured"
+        reason = f"{origin} on {record.environment.date[:10]}{gain}"
         return Answer(
             entry.backend, entry.schedule, ours_s, library_s, reason, source="record", estimated=record.estimated
         )

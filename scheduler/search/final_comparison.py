@@ -342,9 +342,9 @@ def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
         each = [outcome for outcome in ended if isinstance(outcome, Failure)]
         if len(each) < len(ended):
             continue
-        alike: dict[tuple[str, str], list[Failure]] = {}
+        by_cause: dict[tuple[str, str], list[Failure]] = {}
         for failure in each:
-            alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
+            by_cause.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
         # Failures for lack of memory, or of a process, tell less about the kernel than failures of its own code.
-        most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
+        most = max(by_cause.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
         yield AllFailed(backend, len(each), most[0], len(most))

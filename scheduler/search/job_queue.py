@@ -52,7 +52,9 @@ class Executor(Protocol):
           SchedulerError: the executor cannot start; it is not used again.
         """
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         """Searches one problem without reading its record in `store`; the caller holds the lease. Blocks.
 
         Args:
@@ -122,22 +124,24 @@ class DeviceExecutor:
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         if (runner := self._runner) is None:  # lost, as another search has found
             raise ExecutorLost(f"{self.name} was lost")
         try:
-            runner.capacity(task.operation, task.problem, how.l2)  # raises if the problem does not fit in memory
+            runner.capacity(task.operation, task.problem, options.l2)  # raises if the problem does not fit in memory
             return tuner.search(
                 task.operation,
                 task.problem,
                 runner,
                 backends=task.backends,
-                first_error=how.first_error,
+                first_error=options.first_error,
                 budget=task.budget,
                 seconds=task.seconds,
-                seed=how.seed,
-                sampler=how.sampler,
-                l2=how.l2,
+                seed=options.seed,
+                sampler=options.sampler,
+                l2=options.l2,
                 store=store,
                 progress=progress,
                 first=task.first,

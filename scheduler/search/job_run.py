@@ -312,9 +312,9 @@ class JobRun:
         record = executor.search(bounded, self._options, store, watch)
         entry = _entry(task, record)
         if entry is None:
-            asked = ", ".join(sorted(task.backends or ()))
+            requested = ", ".join(sorted(task.backends or ()))
             failures = "; ".join(map(str, record.failed)) or "`tile-scheduler explain` says what became of them"
-            raise NoCandidate(f"no schedule of {asked} ran for {task}: {failures}")
+            raise NoCandidate(f"no schedule of {requested} ran for {task}: {failures}")
         kept = False
         with contextlib.suppress(StoreError):  # the search has issued a warning
             kept = store.get(record.key) == record

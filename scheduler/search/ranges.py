@@ -250,9 +250,9 @@ class RangeRun:
         match times.get(which):
             case Failure() as failure:
                 if AllFailed(answer.backend, 1, failure, 1).own:
-                    what = choice_text(answer.backend, answer.schedule)
+                    choice = choice_text(answer.backend, answer.schedule)
                     self._broken.append(
-                        f"at {self.task.field}={value} the range selects {what}, which fails: {failure}"
+                        f"at {self.task.field}={value} the range selects {choice}, which fails: {failure}"
                     )
             case Measurement(median_s=answered_s):
                 measured = {point: time.median_s for point, time in times.items() if isinstance(time, Measurement)}

@@ -136,8 +136,8 @@ def _renew(store: Leases, key: Key, owner: str, ended: threading.Event) -> None:
 def _parts(held: Lease) -> tuple[str, int, str]:
     """Returns host, process and PID namespace of an owner; empty for any other text, which a store may contain."""
     host, _, rest = str(held.owner).partition("/")
-    pid, _, whose = rest.partition("/")
-    return (host, int(pid), whose.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
+    pid, _, namespace = rest.partition("/")
+    return (host, int(pid), namespace.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
 
 
 def _owner() -> str:
@@ -154,8 +154,8 @@ def _processes() -> str:
 
 def _gone(held: Lease) -> bool:
     """Whether the holder is a process in this host and PID namespace that no longer exists."""
-    host, pid, whose = _parts(held)
-    if host != socket.gethostname() or whose != _processes() or not pid:
+    host, pid, namespace = _parts(held)
+    if host != socket.gethostname() or namespace != _processes() or not pid:
         return False
     try:
         os.kill(pid, 0)

@@ -335,8 +335,10 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        asked = list(map(_asked, keys))
-        return self._decoded([tuple(row) for row in self._database.select(_BY_KEY, *asked)] if asked else [])
+        wanted_keys = list(map(_asked, keys))
+        return self._decoded(
+            [tuple(row) for row in self._database.select(_BY_KEY, *wanted_keys)] if wanted_keys else []
+        )
 
     def texts(self, *, operation: str, hardware: str) -> list[str]:
         """Returns the text of records, unordered.

@@ -150,8 +150,8 @@ class Studies:
             connection.execute(sa.delete(_ATTRIBUTES).where(same, _ATTRIBUTES.c.key == FAILURE))
             if isinstance(trial.outcome, Failure):
                 connection.execute(sa.delete(_VALUES).where(_VALUES.c.trial_id == found[-1]))
-                said = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
-                connection.execute(sa.insert(_ATTRIBUTES), said)
+                count = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
+                connection.execute(sa.insert(_ATTRIBUTES), count)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.

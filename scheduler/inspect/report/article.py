@@ -269,8 +269,8 @@ def _story(details: RecordDetails) -> Iterator[str]:
         yield f"The model had ranked the winner {_place(place)} of the {among:,} of its kernel."
     others = len(record.entries) - 1
     if record.confidence.rounds and others:
-        met = "the other" if others == 1 else f"the {others} others below"
-        yield f"It met {met} in {record.confidence.rounds} rounds of a final comparison."
+        opponents = "the other" if others == 1 else f"the {others} others below"
+        yield f"It met {opponents} in {record.confidence.rounds} rounds of a final comparison."
 
 
 def _sure(record: Record) -> Iterator[Element]:
@@ -438,5 +438,5 @@ def _commands(details: RecordDetails) -> Iterator[Element]:
     )  # fmt: skip
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -310,8 +310,8 @@ def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
             yield _packed(plots.roofline, cases)
 
 
-def _packed(draw: Callable[..., Figure], what: object) -> Picture:
-    figure = draw(what)
+def _packed(draw: Callable[..., Figure], subject: object) -> Picture:
+    figure = draw(subject)
     packed = gzip.compress(plots.svg(figure).encode(), mtime=0)
     return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in EXCHANGED_COLOURS)
 
