@@ -163,8 +163,8 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
 
     def problem(*arrays: Any, **params: Any) -> Problem:
-        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s; see `_posed_by` for errors."""
-        return _posed_by(operation, arrays, params)
+        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s; raises as `_problem_of_call`."""
+        return _problem_of_call(operation, arrays, params)
 
     call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
     call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def forget(operation: Operation[Any]) -> None:
 
 def tune(
     operation: Operation[Any] | str | Callable[..., Any],
-    *posed: Any,
+    *args: Any,
     store: Store | None = None,
     backends: Backends | None = None,
     hardware: str = "",
@@ -225,7 +225,7 @@ def tune(
     Args:
       operation: an `Operation`, its name as accepted by `search_spaces.load`, or a function that runs it
         (`tuned_matmul`).
-      posed: a problem of that operation, or a dict of its fields; or the positional arguments of a call, arrays or
+      args: a problem of that operation, or a dict of its fields; or the positional arguments of a call, arrays or
         `jax.ShapeDtypeStruct`s.
       store: a `Store`. None means the user's own store, which calls read first; for a search on a recording, None means
         no store.
@@ -244,10 +244,10 @@ def tune(
     """
     stop_script_import()
     if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+        raise TypeError(f"store must be a scheduler.Store, found {store!r}: pass scheduler.Store({str(store)!r})")
     arguments.checked_text("hardware", hardware)
     search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
-    operation, problem = _named(operation, posed, named, frozenset(search))
+    operation, problem = _named(operation, args, named, frozenset(search))
     recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     if hardware:
@@ -274,27 +274,30 @@ def predict(
     Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
     problem, or of a range that contains it, the result is that record's schedule.
     """
-    operation, posed = _named(operation, (problem,))
+    operation, args = _named(operation, (problem,))
     chip = chips.detect() if kind is None else chips.find(arguments.checked_text("kind", kind))
-    found = evidence(dispatch.user_cache(), operation, posed, chip)
+    found = evidence(dispatch.user_cache(), operation, args, chip)
     among = named_backends(operation, backends)
-    return answer(operation, posed, chip, backends=among, records=found.records, ranges=found.ranges)
+    return answer(operation, args, chip, backends=among, records=found.records, ranges=found.ranges)
 
 
 def _named(
-    given: Any, posed: tuple[Any, ...], options: Mapping[str, Any] | None = None, search: frozenset[str] = frozenset()
+    given: Any,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any] | None = None,
+    search: frozenset[str] = frozenset(),
 ) -> tuple[Operation[Any], Problem]:
     """Returns the operation and its problem.
 
     Args:
-      posed: a problem, a dict of its fields, or the positional arguments of a call.
+      args: a problem, a dict of its fields, or the positional arguments of a call.
       options: keyword arguments of the call.
       search: names of the search options.
     """
     operation, named = _operation_of(given), dict(options or {})
-    if not posed and "problem" in named:
-        posed = (named.pop("problem"),)
-    if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((posed, named))):
+    if not args and "problem" in named:
+        args = (named.pop("problem"),)
+    if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, named))):
         pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
         known = (*operation.options, *_parameters(given), *tuner.OPTIONS)
         for name in named:
@@ -302,22 +305,22 @@ def _named(
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
         for name in search.intersection(operation.options):
             raise TypeError(
-                f"{name} is the search's here, and a parameter of {operation.name}, too: give tune the problem, "
+                f"{name} is an option of the search and a parameter of {operation.name}: pass the problem, "
                 f"tune(f, f.problem(..., {name}=...), {name}=...)"
             )
-        return operation, _posed_by(operation, posed, named) if pose is None else pose(*posed, **named)
+        return operation, _problem_of_call(operation, args, named) if pose is None else pose(*args, **named)
     for name in named:
         raise TypeError(f"tune has no option {unknown(name, ('store', 'backends', 'hardware', *tuner.OPTIONS))}")
-    if len(posed) == 1 and isinstance(posed[0], operation.problem):
-        return operation, posed[0]
-    if len(posed) != 1 or isinstance(posed[0], Problem) or not isinstance(posed[0], Mapping):
+    if len(args) == 1 and isinstance(args[0], operation.problem):
+        return operation, args[0]
+    if len(args) != 1 or isinstance(args[0], Problem) or not isinstance(args[0], Mapping):
         fields = ", ".join(field.name for field in dataclasses.fields(operation.problem))
-        found = ", ".join(map(reprlib.repr, posed)) or "nothing"
+        found = ", ".join(map(reprlib.repr, args)) or "nothing"
         raise TypeError(
-            f"{found} is no problem of {operation.name}: give arrays, as a call does, or a problem, or a dict of its "
-            f"fields ({fields})"
+            f"expected arrays as in a call of {operation.name}, a problem, or a dict of its fields ({fields}), found "
+            f"{found}"
         )
-    return operation, operation.problem.parse({name: _typed(value) for name, value in posed[0].items()})
+    return operation, operation.problem.parse({name: _typed(value) for name, value in args[0].items()})
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
@@ -327,7 +330,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
+def _problem_of_call(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
     """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -338,7 +341,7 @@ def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[
     options = {name: x for name, x in params.items() if name not in named}
     jax.eval_shape(lambda xs, named: bound.append(operation.bind(*xs, **named, **options)), tuple(arrays), named)
     if isinstance(bound[0], Unsupported):
-        raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
+        raise ValueError(f"no kernel can be selected for this call of {operation.name}: {bound[0].reason}")
     return bound[0].problem
 
 
@@ -347,7 +350,9 @@ def _operation_of(given: Any) -> Operation[Any]:
         return load(given)
     if (operation := run_by(given)) is not None:
         return operation
-    raise TypeError(f"{given!r} is no Operation, nor a tuned function; by name: {', '.join(map(repr, OPERATIONS))}")
+    raise TypeError(
+        f"expected an Operation, a tuned function or one of {', '.join(map(repr, OPERATIONS))}, found {given!r}"
+    )
 
 
 _functions: tuple[tuple[Any, Operation[Any]], ...] = (

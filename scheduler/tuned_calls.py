@@ -193,18 +193,18 @@ def tuned_gated_matmul(
     """
     if others:
         raise calls.unexpected(tuned_gated_matmul, others)
-    gate, up = _apart(w, "w")
-    gate_bias, up_bias = _apart(bias, "bias")
-    how = (on_miss, backends, schedule, activation, calls.flag("transpose_w", transpose_w))
-    return calls.answer(_GATED_CALLED, how, x, gate, up, gate_bias, up_bias)
+    gate, up = _gate_and_up(w, "w")
+    gate_bias, up_bias = _gate_and_up(bias, "bias")
+    call_options = (on_miss, backends, schedule, activation, calls.flag("transpose_w", transpose_w))
+    return calls.answer(_GATED_CALLED, call_options, x, gate, up, gate_bias, up_bias)
 
 
-def _apart(given: Any, name: str) -> tuple[Any, Any]:
+def _gate_and_up(given: Any, name: str) -> tuple[Any, Any]:
     """Returns a pair unchanged, and a single array as a pair with None."""
     if not isinstance(given, tuple | list):
         return given, None
     if len(given) != 2:
-        raise ValueError(f"{name} is one array or a pair of them, (gate, up), and not {len(given)}")
+        raise ValueError(f"{name} must be one array or a pair (gate, up), found {len(given)}")
     return given[0], given[1]
 
 
@@ -262,8 +262,8 @@ def tuned_scaled_matmul(
     if others:
         raise calls.unexpected(tuned_scaled_matmul, others)
     dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
-    how = (on_miss, backends, schedule, calls.flag("transpose_b", transpose_b), dtype)
-    return calls.answer(_SCALED_CALLED, how, a, b, a_scale, b_scale)
+    call_options = (on_miss, backends, schedule, calls.flag("transpose_b", transpose_b), dtype)
+    return calls.answer(_SCALED_CALLED, call_options, a, b, a_scale, b_scale)
 
 
 tuned_scaled_matmul.operation = SCALED_MATMUL  # type: ignore[attr-defined]
@@ -373,8 +373,8 @@ def tuned_flash_attention(
     names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
     is_causal, with_lse, same_bits = (calls.flag(name, value) for name, value in names.items())
     sides = None if window is None else bounds(window)
-    how = (on_miss, backends, schedule, is_causal, number, sides, cap, with_lse, same_bits)
-    return calls.answer(_ATTENTION_CALLED, how, q, k, v, q_lengths, kv_lengths)
+    call_options = (on_miss, backends, schedule, is_causal, number, sides, cap, with_lse, same_bits)
+    return calls.answer(_ATTENTION_CALLED, call_options, q, k, v, q_lengths, kv_lengths)
 
 
 tuned_flash_attention.operation = FLASH_ATTENTION  # type: ignore[attr-defined]
@@ -449,10 +449,10 @@ def tuned_rms_norm(
     """
     if others:
         raise calls.unexpected(tuned_rms_norm, others)
-    how = (on_miss, backends, schedule, calls.number("eps", eps))
+    call_options = (on_miss, backends, schedule, calls.number("eps", eps))
     if residual is None:
-        return calls.answer(_RMS_NORM, how, x, weight)
-    return calls.answer(_ADD_RMS_NORM, how, x, residual, weight)
+        return calls.answer(_RMS_NORM, call_options, x, weight)
+    return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
 
 
 tuned_rms_norm.operation = RMS_NORM  # type: ignore[attr-defined]

@@ -440,8 +440,8 @@ def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> K
 
 def family_of(problem: Problem, field: str) -> str:
     """Returns the canonical text of a problem without `field`, equal for all problems that differ only in it."""
-    told = {name: value for name, value in problem.told().items() if name != field}
-    return json.dumps(told, sort_keys=True, separators=(",", ":"))
+    fields = {name: value for name, value in problem.non_default_fields().items() if name != field}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 def families_of(problem: Problem) -> list[str]:

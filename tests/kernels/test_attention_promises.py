@@ -220,7 +220,7 @@ def test_tpu(schedule, mask, extents):
 CALLS = {
     "xla": {"backends": "xla"},
     "interpret": {"backends": "interpret"},
-    "no kernel can be asked": {},  # lengths of 16 bits
+    "no kernel can be selected": {},  # lengths of 16 bits
 }
 
 
@@ -230,7 +230,7 @@ def test_calls_under_jit_and_grad(how, mask):
     problem = posed(mask, 12, 30, 4, 2, 8, dtype="float32")
     s = promises.situation(problem)
     q, k, v, *lengths = promises.operands(s)
-    width = "int16" if how == "no kernel can be asked" else "int32"
+    width = "int16" if how == "no kernel can be selected" else "int32"
     d_out, d_lse = (jnp.asarray(x, jnp.float32) for x in s.cotangents)
 
     def call(q, k, v, q_lengths, kv_lengths):

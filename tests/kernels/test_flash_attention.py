@@ -151,14 +151,14 @@ def test_values_and_gradients_are_those_of_jax_nn(dtype, options, backends):
 
 def asked():
     """The operations that answers were asked for, with the backends that gave them."""
-    return {(key[0].name, found.kernel.backend) for key, found in dispatch._answers.decisions.items()}
+    return {(key[0].name, found.kernel.backend) for key, found in dispatch._decisions.decisions.items()}
 
 
 def test_a_gradient_is_two_tuned_calls():
     q, k, v = draw()
     jax.jit(jax.grad(lambda q: tuned_flash_attention(q, k, v, backends="pallas").sum()))(q)
     assert asked() == {("flash_attention", "interpret"), ("flash_attention_backward", "interpret")}
-    posed = {key[0].name: key[1] for key in dispatch._answers.decisions}
+    posed = {key[0].name: key[1] for key in dispatch._decisions.decisions}
     assert posed["flash_attention"].return_lse
     assert not posed["flash_attention_backward"].lse_cotangent
 
@@ -169,7 +169,7 @@ def test_deterministic_reaches_the_backward_problem_alone():
     call = functools.partial(tuned_flash_attention, deterministic=True, scale=0.3)
     close(call(q, k, v), plain(q, k, v, scale=0.3))
     close(jax.grad(lambda q: call(q, k, v).sum())(q), jax.grad(lambda q: plain(q, k, v, scale=0.3).sum())(q))
-    (posed,) = (key[1] for key in dispatch._answers.decisions if key[0].name == "flash_attention_backward")
+    (posed,) = (key[1] for key in dispatch._decisions.decisions if key[0].name == "flash_attention_backward")
     assert posed.deterministic
 
 

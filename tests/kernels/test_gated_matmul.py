@@ -223,7 +223,7 @@ def test_other_dtypes_are_answered_by_the_formula():
     ],
 )
 def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked(call, why, caplog):
-    with pytest.raises(scheduler.NoCandidate, match=rf"{why}.*only xla could answer"):
+    with pytest.raises(scheduler.NoCandidate, match=rf"{why}.*only xla can run"):
         call(backends="pallas")
     with caplog.at_level(logging.DEBUG, "scheduler"):
         call(on_miss="error")

@@ -182,14 +182,14 @@ def test_what_kernels_do_not_take_is_answered_by_the_formula():
 def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked(call, why, caplog):
     with jax.enable_x64(True):
         for run in (call, lambda **how: jax.jit(lambda: call(**how))()):
-            with pytest.raises(scheduler.NoCandidate, match=rf"{why}.*only xla could answer"):
+            with pytest.raises(scheduler.NoCandidate, match=rf"{why}.*only xla can run"):
                 run(backends="pallas", on_miss="error")
             with pytest.raises(scheduler.IllegalSchedule, match=why):
                 run(schedule={"rows": 4})
             caplog.clear()
             with caplog.at_level(logging.DEBUG, "scheduler"):
                 run(on_miss="error")
-            assert re.search(f"xla answers, and no kernel is asked: .*{why}", caplog.text)
+            assert re.search(f"xla is used, and no kernel is selected: .*{why}", caplog.text)
 
 
 def test_a_scalar_has_no_rows():

@@ -33,7 +33,7 @@ def test_a_kernel_that_needs_too_much_is_told_apart_from_one_that_is_wrong(tmp_p
 
 
 def test_a_chip_without_such_a_compiler_says_so():
-    with pytest.raises(SchedulerError, match="no compiler for NVIDIA H200 runs on a host without one"):
+    with pytest.raises(SchedulerError, match="no compiler for NVIDIA H200 runs on a host without that chip"):
         estimate.static_profile(lambda x: x, (), find("h200"))
 
 
@@ -68,7 +68,7 @@ def _program(chip: str, what: str) -> dict[str, object]:
     try:
         return vars(estimate.static_profile(call, (rows,), find(chip)))
     except estimate.OutOfOnchipMemory as error:
-        return {"asked": error.asked}
+        return {"asked": error.requested}
 
 
 if __name__ == "__main__":

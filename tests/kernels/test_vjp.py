@@ -146,7 +146,7 @@ def close(actual, expected):
 
 def asked():
     """The operations that answers were asked for, with the backends that gave them."""
-    return {(key[0].name, found.kernel.backend) for key, found in dispatch._answers.decisions.items()}
+    return {(key[0].name, found.kernel.backend) for key, found in dispatch._decisions.decisions.items()}
 
 
 def test_gradients_come_from_the_other_operation_and_agree():
@@ -224,7 +224,7 @@ def test_a_search_for_a_gradient_stores_both_operations_under_their_names_and_se
         assert {entry.backend for entry in record.entries} == {"blocked", "xla"}
     scheduler.reload()
     close(jax.grad(loss(functools.partial(twist, on_miss="error")))(X, Y), jax.grad(loss(plain))(X, Y))
-    decisions = dispatch._answers.decisions.values()
+    decisions = dispatch._decisions.decisions.values()
     assert all(found.reason.startswith("measured") for found in decisions)
 
 
@@ -238,7 +238,7 @@ def test_a_miss_in_a_backward_pass_names_the_other_operation():
 
 def test_a_schedule_is_meant_for_the_call_alone():
     close(jax.grad(loss(functools.partial(twist, schedule={"tile": 4})))(X, Y), jax.grad(loss(plain))(X, Y))
-    schedules = {key[0].name: key[3].schedule for key in dispatch._answers.decisions}
+    schedules = {key[0].name: key[3].schedule for key in dispatch._decisions.decisions}
     assert schedules == {"twist": (("tile", 4),), "twist_backward": None}
 
 

@@ -125,7 +125,7 @@ def test_arrays_may_be_named_and_what_does_not_fit_is_told_in_a_sentence():
         (lambda: linear(ODD[0]), "linear takes the arrays x, w, bias; 1 were given, without w"),
         (lambda: linear(*ODD, ODD[0]), "4 were given"),
         (lambda: linear(*ODD, x=ODD[0]), "got several values of x"),
-        (lambda: linear(*ODD, tile_m=8), r"tile_m is chosen for linear: to choose it, give schedule="),
+        (lambda: linear(*ODD, tile_m=8), r"tile_m of linear is tuned: to set it, pass schedule="),
         (lambda: linear(*ODD, activation=["silu"]), r"activation=\['silu'\] is a list: give a tuple; a static param"),
         (lambda: linear(*ODD, activation={}), "is a dict; a static parameter is part of the key"),
         (lambda: linear(*ODD, activation=ODD[0]), "a static parameter is part of the key"),
@@ -208,7 +208,7 @@ def test_inside_shard_map_the_kernel_is_asked_and_on_the_mesh_the_reference(axes
     mapped = jax.shard_map(ours, mesh=mesh, in_specs=(PartitionSpec("i"),), out_specs=PartitionSpec("i"))
     for call in (mapped, sum_and_max):
         close(jax.jit(call)(x), (x.sum(axis=1), x.max(axis=1)), 1e-5)
-    with pytest.raises(scheduler.NoCandidate, match=r"no kernel of sum_and_max can be asked: .*mesh"):
+    with pytest.raises(scheduler.NoCandidate, match=r"no kernel of sum_and_max can be selected: .*mesh"):
         jax.jit(ours)(x)
 
 
@@ -225,7 +225,7 @@ def test_what_poses_no_problem_is_answered_by_the_reference_and_says_why(caplog)
         assert reason in caplog.messages[-1]
         with pytest.raises(scheduler.NoCandidate, match=reason):
             function(x, backends="pallas")
-        with pytest.raises(ValueError, match=f"this call of one_more poses no problem: .*{reason}"):
+        with pytest.raises(ValueError, match=f"no kernel can be selected for this call of one_more: .*{reason}"):
             function.problem(x)
 
 
@@ -289,7 +289,7 @@ def test_without_a_footprint_nothing_is_pruned_predicted_or_left_out():
     assert len(here.of) == 2001  # and of those that a model ranks, a quarter is kept
     answer = predict(function.operation, problem, H200, backends=frozenset({"pallas"}))
     assert answer.schedule == {"tile": 1}
-    assert "the first of its schedules, as it declares no footprint" in answer.reason
+    assert "the first of its schedules, because it declares no footprint" in answer.reason
     accounts = {account.backend: account for account in explain(function.operation, problem, H200, [])}
     assert not accounts["pallas"].footprint
     assert accounts["xla"].footprint
@@ -409,7 +409,7 @@ def test_explain_tells_what_each_schedule_asks_for_and_which_does_not_fit(monkey
     asked = ["explain", name, "x=float32[512,256]", "--hardware", "h200"]
     ran = CliRunner().invoke(app, asked)
     assert ran.exit_code == 0, ran.output
-    assert "No footprint is declared: nothing is pruned by it or predicted from it" in ran.output
+    assert "The kernel declares no footprint: nothing is pruned or predicted" in ran.output
     rows = dict(line.split("  ", 1) for line in ran.output.splitlines() if line.startswith("tile="))
     assert {tile: said.strip() for tile, said in rows.items() if tile != "tile=512"} == {
         "tile=32": "32.0 KiB on chip",
@@ -475,10 +475,10 @@ def test_a_changed_source_is_another_kernel_whose_records_answer_no_longer(tmp_p
     other = scheduler.tuned(
         loaded("reference=lambda x, bias: jax.nn.gelu(x + bias)", "reference=lambda x, bias: x + bias")
     )
-    with pytest.raises(scheduler.CacheMiss, match="the reference computes something else than when it was measured"):
+    with pytest.raises(scheduler.CacheMiss, match="the reference has changed since it was measured"):
         other(x, bias, on_miss="error")
     changed = scheduler.tuned(loaded("+ bias_ref[...])", "+ bias_ref[...] * 1)"))
-    with pytest.raises(scheduler.CacheMiss, match=r"the pallas kernel \(.*\) computes something else than when it was"):
+    with pytest.raises(scheduler.CacheMiss, match=r"the pallas kernel \(.*\) has changed since it was"):
         changed(x, bias, on_miss="error")
     again = scheduler.tune(changed, asked, budget=3, progress=seen.append)
     assert {e.fingerprint for e in again.entries} != {e.fingerprint for e in first.entries}
@@ -535,7 +535,7 @@ def test_a_function_of_a_function_works_in_this_process_and_no_worker_can_load_i
     function = added(name="within")
     assert locate(function.operation) is None
     assert {t.backend for t in searched(function, function.problem(jnp.zeros(8)))} == {"pallas", "xla"}
-    with pytest.raises(scheduler.WorkerError, match="no worker process can load within, which no module or script hol"):
+    with pytest.raises(scheduler.WorkerError, match="no worker process can load within, which is no global"):
         start_runner(function.operation, RunnerOptions(workers=1))
 
 

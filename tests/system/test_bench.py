@@ -276,9 +276,9 @@ def test_only_operands_out_of_the_cache_make_a_time_implausible():
 
 
 def test_a_chip_whose_figures_are_borrowed_bounds_nothing():
-    assert describe(Target("cuda", "NVIDIA H300", "sm_90", 132)).borrowed
-    assert not describe(Target("cuda", "NVIDIA H200", "sm_90", 132)).borrowed
-    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), dataclasses.replace(SLUGGISH, borrowed=True))
+    assert describe(Target("cuda", "NVIDIA H300", "sm_90", 132)).extrapolated
+    assert not describe(Target("cuda", "NVIDIA H200", "sm_90", 132)).extrapolated
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), dataclasses.replace(SLUGGISH, extrapolated=True))
     assert isinstance(measure(bench, "right"), Measurement)
 
 

@@ -147,7 +147,7 @@ def test_a_command_refuses_the_same(command, option):
 def test_the_environment_is_refused_that_says_neither_on_nor_off(wrong, monkeypatch):
     monkeypatch.setenv(stored.MISSES_ENVIRONMENT, wrong)
     with pytest.raises(ValueError, match=r"TILE_SCHEDULER_MISSES=.* is not one of on, 1"):
-        stored.noted_misses()
+        stored.logs_misses()
     scheduler.reload()
     with pytest.raises(ValueError, match="TILE_SCHEDULER_MISSES"):
         scheduler.tuned_softmax(jnp.ones((3, 77)))
@@ -157,4 +157,4 @@ def test_the_environment_is_refused_that_says_neither_on_nor_off(wrong, monkeypa
 @pytest.mark.parametrize(("said", "noted"), [("", True), ("ON", True), (" off ", False), ("0", False), ("true", True)])
 def test_the_environment_turns_misses_on_and_off(said, noted, monkeypatch):
     monkeypatch.setenv(stored.MISSES_ENVIRONMENT, said)
-    assert stored.noted_misses() == noted
+    assert stored.logs_misses() == noted

@@ -19,7 +19,7 @@ from processes import gone
 from typer.testing import CliRunner
 from values import ENVIRONMENT, KEY, record, trial
 
-from scheduler.cli.app import _of_a_user, app
+from scheduler.cli.app import _user_location, app
 from scheduler.cli.terminal import console_here
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
@@ -98,7 +98,7 @@ def test_a_record_that_cannot_be_stored_is_printed_and_ends_with_status_1(as_jso
         out, err = run("tune", "matmul", *SMALL, "--budget", 1, *(["--json"] if as_json else []), status=1)
     assert "winner" in out
     assert "Stored in" not in out
-    assert "tile-scheduler: what was found could not be stored in " in err
+    assert "tile-scheduler: results could not be stored in " in err
 
 
 @pytest.mark.parametrize(("own", "told"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "3"}, "3")])
@@ -112,7 +112,7 @@ def test_the_commands_numpy_has_one_thread_unless_the_user_says_otherwise(own, t
 
 def test_the_state_of_the_cache_is_cold_or_warm():
     _, err = run("tune", "matmul", *SMALL, "--l2", "tepid", status=2)
-    assert "--l2 is cold or warm, not tepid" in " ".join(err.split())
+    assert "--l2 must be cold or warm, found tepid" in " ".join(err.split())
 
 
 def test_json_of_a_search_has_its_figures_and_nothing_else_is_on_standard_output(store):
@@ -143,19 +143,19 @@ def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
     [
         (["tune", "matmul", "mm=3"], "did you mean 'm'?"),
         (["tune", "matmul", "m=3"], "missing n, k"),
-        (["tune", "matmul", "m"], "a field is name=value, not 'm'"),
+        (["tune", "matmul", "m"], "a field must be name=value, found 'm'"),
         (["tune", "matmul", "m=3", "m=4"], "m is given twice"),
         (["tune", "matmull", "m=3"], "no operation 'matmull'; did you mean 'matmul'? (there are: matmul"),
-        (["tune"], "name either an operation with its fields, or a job"),
-        (["tune", "matmul", *SMALL, "--job", "job.toml"], "name either an operation with its fields, or a job"),
-        (["tune", "--job", "job.toml", "--budget", "3"], "written in its file"),
+        (["tune"], "an operation with its fields"),
+        (["tune", "matmul", *SMALL, "--job", "job.toml"], "an operation with its fields"),
+        (["tune", "--job", "job.toml", "--budget", "3"], "of a job in its file"),
         (["tune", "matmul", *SMALL, "--budget", "0"], "--budget"),
         (["tune", "matmul", *SMALL, "--backends", "cuda"], "no backend 'cuda' (it has: "),
         (
             ["explain", "matmul", *SMALL, "--hardware", "H2000"],
             "no hardware 'H2000'; did you mean 'NVIDIA H200'? (known: NVIDIA H200",
         ),
-        (["forget"], "name a problem, or say --all"),
+        (["forget"], "name a problem, or give --all"),
         (["forget", "matmul", *SMALL, "--all"], "exclude each other"),
         (["lst"], "No such command 'lst'"),
         (["list", "--operation", "matmull"], "no operation 'matmull'; did you mean 'matmul'?"),
@@ -166,7 +166,7 @@ def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
             ["show", "matmul", *SMALL, "--hardware", "H2000"],
             "no hardware 'H2000'; did you mean 'NVIDIA H200'? (known: NVIDIA H200",
         ),
-        (["explain", "matmul", *SMALL, "--hardware", "nvidia"], "is several: NVIDIA H200, NVIDIA H100"),
+        (["explain", "matmul", *SMALL, "--hardware", "nvidia"], "matches several chips: NVIDIA H200, NVIDIA H100"),
     ],
 )
 def test_wrong_words_end_with_status_2_and_name_the_right_ones(arguments, complaint):
@@ -179,10 +179,10 @@ def test_wrong_words_end_with_status_2_and_name_the_right_ones(arguments, compla
     ("arguments", "complaint"),
     [
         (["show", "matmul", *SMALL], "run: tile-scheduler tune matmul m=32"),
-        (["forget", "matmul", *SMALL], "nothing of that is in"),
+        (["forget", "matmul", *SMALL], "nothing matches in"),
         (["import", "not-there"], "not-there: No such file or directory"),
         (["tune", "--job", "not-there"], "not-there: No such file or directory"),
-        (["build-cache", "not-there"], "no directory not-there"),
+        (["build-cache", "not-there"], "the directory of records not-there does not exist"),
     ],
 )
 def test_what_cannot_be_done_ends_with_status_1_and_a_sentence(arguments, complaint):
@@ -208,7 +208,7 @@ def test_a_cache_that_cannot_be_read_is_a_sentence_and_reading_goes_on_without_i
     for command, status in ((["list"], 0), (["explain", "matmul", *SMALL], 0), (["show", "matmul", *SMALL], 1)):
         out, err = run(*command, status=status)
         assert "cache.db" in err
-        assert "(going on without it)" in err
+        assert "(continuing without it)" in err
         assert bool(out) == (status == 0)
     for command in (["tune", "matmul", *SMALL], ["export"]):
         _, err = run(*command, status=1)
@@ -274,8 +274,8 @@ def test_hosts_that_share_a_job_each_take_their_part(tmp_path):
         ["matmul m=8 n=8 k=8 dtype=bfloat16"],
         ["matmul m=8 n=8 k=16 dtype=bfloat16"],
     ]
-    assert "there is none of number 3" in run("tune", "--job", job, "--part", "3/2", status=2)[1]
-    assert "--part is of a job" in run("tune", "matmul", "m=8", "n=8", "k=8", "--part", "1/2", status=2)[1]
+    assert "a part i/n must have 1 <= i <= n, found 3/2" in run("tune", "--job", job, "--part", "3/2", status=2)[1]
+    assert "--part needs --job" in run("tune", "matmul", "m=8", "n=8", "k=8", "--part", "1/2", status=2)[1]
 
 
 def test_the_version_is_the_one_that_is_installed():
@@ -319,21 +319,21 @@ def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current
     for cache, again in (("cache", "verify --update"), ("shipped cache", "verify --shipped --update")):
         assert found[cache]["state"] == ("ok" if current else "warning")
         told = re.search(
-            rf"all of them stale: made with jax ({MADE}\.\d+), and here is {here}.*", found[cache]["detail"]
+            rf"all of them stale: made with jax ({MADE}\.\d+), and this is {here}.*", found[cache]["detail"]
         )
         assert bool(told) == (not current)
         if told:
             assert f"Install jax {told[1]} (pip install 'jax=={told[1]}')" in told[0]
             assert again in told[0]
     out, _ = run("doctor", status=0 if current else 3)
-    last = "ok: nothing is broken, and nothing is out of date" if current else "warning: cache, shipped cache"
+    last = "ok: nothing is broken or out of date" if current else "warning: cache, shipped cache"
     assert out.splitlines()[-1] == last
 
 
 def test_doctor_names_the_python_that_a_jax_needs(monkeypatch):
     monkeypatch.setattr(doctor, "PYTHON_OF_JAX", (((0, 11), (99, 1)), ((0, 10), (3, 11))))
     here = platform.python_version()
-    assert doctor.upgrade("0.11.2").endswith(f" under Python 99.1 or newer, which it needs (here is {here})")
+    assert doctor.upgrade("0.11.2").endswith(f" under Python 99.1 or newer, which it needs (this is {here})")
     assert doctor.upgrade("0.10.2") == "Install jax 0.10.2 (pip install 'jax==0.10.2')"
 
 
@@ -402,7 +402,7 @@ def test_an_operation_that_raises_is_one_sentence_with_its_file_and_line(tmp_pat
 def test_a_defect_of_this_program_keeps_its_traceback():
     with pytest.raises(AttributeError) as raised:
         load(None)
-    assert _of_a_user(raised.value) is None
+    assert _user_location(raised.value) is None
 
 
 @pytest.mark.slow
@@ -414,7 +414,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert "interrupted; what was measured so far is kept" in err
+    assert "interrupted; finished measurements are kept" in err
     assert "Traceback" not in err
     key = json.dumps({"dtype": "float32", "k": 128, "m": 128, "n": 128}, separators=(",", ":"))
     assert store.trials(dataclasses.replace(KEY, hardware="cpu (1 cores, 16 GiB)", problem=key))
@@ -447,7 +447,7 @@ def test_a_search_of_an_operation_that_is_not_here_is_listed_though_nobody_knows
     out, _ = run("list", "--operation", "own")
     assert "own rows=8 on NVIDIA H200" in out
     assert "1 trial kept, the best 100 us: mosaic_gpu" in " ".join(out.split())
-    assert "the command that began it goes on from there" in out
+    assert "the original command resumes it" in out
 
 
 def descendants(pid):
@@ -473,7 +473,7 @@ def test_an_end_by_any_signal_waits_for_no_candidate_keeps_the_trials_and_leaves
     _, err = process.communicate()
     assert process.returncode == status
     assert "Traceback" not in err
-    assert ("interrupted; what was measured so far is kept" in err) == (status > 0)
+    assert ("interrupted; finished measurements are kept" in err) == (status > 0)
     assert all(gone(worker) for worker in workers)
     problem = json.dumps({"n": 8, "script": script.removeprefix("script=")}, separators=(",", ":"))
     trials = store.trials(Key("faulty", "cpu (1 cores, 16 GiB)", problem))
@@ -502,7 +502,7 @@ def test_what_needs_no_device_does_not_import_jax(arguments):
 
 def test_explain_says_which_calls_are_xlas_whatever_is_stored():
     out, _ = run("explain", "softmax", "rows=64", "columns=64")
-    assert "XLA answers calls that pose no such problem" in " ".join(out.split())
+    assert "Calls outside the operation" in " ".join(out.split())
 
 
 def test_a_cache_that_may_only_be_read_answers_every_question_and_refuses_every_change(open_path, monkeypatch):

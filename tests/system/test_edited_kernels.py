@@ -271,7 +271,7 @@ def test_an_edit_changes_what_a_record_says_and_its_undoing_restores_it(name, lo
     record = record_of(loaded(before))
     said = held(loaded(after), record)
     what = "the reference" if name in REFERENCES else "the pallas kernel (pallas tile=8)"
-    assert said == f"{what} computes something else than when it was measured"
+    assert said == f"{what} has changed since it was measured"
     assert isinstance(said, fingerprints.Changed)
     assert held(loaded(before), record) == record.winner
 
@@ -311,8 +311,8 @@ def test_a_call_of_an_edited_kernel_is_a_miss_with_one_warning_and_the_reference
         assert jnp.array_equal(result, edited.operation.problem.declared.reference(X))
     (warning,) = said
     what = "the reference" if name in REFERENCES else "the pallas kernel (pallas tile=8)"
-    assert f"{what} computes something else than when it was measured; to measure it again, run: tile-s" in warning
-    with pytest.raises(scheduler.CacheMiss, match="computes something else"):
+    assert f"{what} has changed since it was measured; to measure it again, run: tile-s" in warning
+    with pytest.raises(scheduler.CacheMiss, match="has changed since"):
         edited(X, on_miss="error")
     assert jnp.array_equal(loaded(before)(X, on_miss="error"), answered)
 
@@ -349,7 +349,7 @@ def test_processes_agree_on_what_is_an_edit_whatever_their_hashes(tmp_path):
     said, error = run(after, 3)
     assert said == ["True 1"]  # a warning, the reference's answer, and then
     assert "CacheMiss" in error
-    assert "computes something else than when it was measured" in error
+    assert "has changed since it was measured" in error
 
 
 def test_a_fingerprint_does_not_depend_on_where_or_under_which_settings_it_is_made(loaded):
@@ -436,11 +436,11 @@ def test_a_plan_does_not_answer_with_an_edited_kernel(loaded):
         fingerprint=winner.fingerprint, reference=record.reference,
     )  # fmt: skip
     plan = Plan("f", CPU.id, CPU.kind, record.environment, "1", (answer,))
-    assert planned.held(plan, first.operation, problem, CPU) == answer
+    assert planned.planned_entry(plan, first.operation, problem, CPU) == answer
     edited = loaded(after)
-    found = planned.held(plan, edited.operation, edited.problem(X), CPU)
+    found = planned.planned_entry(plan, edited.operation, edited.problem(X), CPU)
     assert isinstance(found, planned.Stale)
-    assert "computes something else than when it was measured: make the plan again" in found.reason
+    assert "has changed since it was measured: make the plan again" in found.reason
 
 
 def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):
@@ -484,7 +484,7 @@ def test_a_sweep_goes_on_with_no_recording_of_an_edited_kernel(loaded, tmp_path)
     trials = swept(before)
     assert swept(before) == trials
     assert [bool(trial.fingerprint) for trial in trials if trial.backend == "pallas"] == [True, True]
-    with pytest.raises(RecordingError, match="another pallas kernel, which was edited since"):
+    with pytest.raises(RecordingError, match="an earlier version of the pallas kernel"):
         swept(after)
     replay = Replay(path)
     replayed = scheduler.tune(loaded(before), replay.fields, runner=replay)
@@ -530,4 +530,4 @@ def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it(tm
     assert confirmed(own) is None
     refused = confirmed("another")
     assert refused.stage == "verify"
-    assert "own_kernels:sum_and_max computes something else than the process that tunes it" in refused.detail
+    assert "loads another version of own_kernels:sum_and_max than the process that tunes it" in refused.detail

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import scheduler
-from scheduler.functions import in_context
+from scheduler.functions import ablation
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ STEP = {
 
 @pytest.mark.parametrize("jitted", [lambda fn: fn, eqx.filter_jit])
 def test_a_step_that_returns_its_model_is_planned_with_its_backward_pass(jitted, monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.05)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.05)
     args = *made(Tuned(jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, WIDTH)))), batch(3), jax.random.key(0)
     assert problems(jitted(step), *args) == STEP
     plan = scheduler.tune_function(jitted(step), *args, minutes=0)
@@ -200,5 +200,5 @@ def test_state_of_equinox_goes_in_and_out():
 
 
 def test_an_argument_that_is_neither_array_nor_hashable_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match="holds a set, which is no array, and so part of the program"):
+    with pytest.raises(TypeError, match="has a set, which is no array and therefore a constant of the program"):
         scheduler.optimize(lambda model, x, names: model(x))(Net().layer, batch(3)[0], {"a"})

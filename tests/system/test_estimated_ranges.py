@@ -22,7 +22,7 @@ from scheduler.core.records import Miss, key_of
 from scheduler.measure.ahead_of_time import elsewhere
 from scheduler.prediction.between import Evidence, answer
 from scheduler.search import jobs
-from scheduler.search.baseline import before, is_current, stored_now
+from scheduler.search.baseline import baseline_of, is_current, stored_evidence
 from scheduler.search.missed import weigh
 from scheduler.search.task import Task
 from scheduler.store.store import Store, default_url
@@ -142,7 +142,7 @@ def test_before_a_search_is_what_a_call_got_then(measured):
     task, searched = Task(STEPPED, DoubleProblem(77)), dataclasses.replace(records[0], key=own.key)
     with kept([own, *records], of), contextlib.closing(Store(default_url())) as mine:
         decision = decide(77)
-        found = before(task, CPU, stored_now(task, CPU, mine), searched, mine)
+        found = baseline_of(task, CPU, stored_evidence(task, CPU, mine), searched, mine)
     assert found.backend == decision.kernel.backend != own.winner.backend
     assert decision.kernel.space(task.problem, CPU.target).decode(found.schedule) == decision.schedule
 
@@ -162,7 +162,7 @@ def test_a_miss_is_settled_by_what_was_measured_before_what_was_estimated(measur
     (first, *_), _ = measured
     miss = Miss(first.key, 1, "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "", f"{__file__}:none")
     (one,) = weigh([miss], lambda *asked: Evidence([as_estimated(first), first]), lambda identity: CPU)
-    assert not one.settled.measurement.estimated
+    assert not one.covered_by.measurement.estimated
 
 
 def test_what_is_not_stored_is_told_with_the_chip_that_was_named():

@@ -30,7 +30,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, environment
 from scheduler.model.calibration import calibrate
 from scheduler.prediction.predict import predict
-from scheduler.search.baseline import before, is_current, stored_now
+from scheduler.search.baseline import baseline_of, is_current, stored_evidence
 from scheduler.search.reverify import reverify
 from scheduler.search.sweep import stored_measurements
 from scheduler.search.task import Task
@@ -106,7 +106,7 @@ def test_a_search_by_estimates_takes_each_once_and_says_what_they_are(estimate):
     assert estimate.library_entry is not None
     assert (estimate.confidence.rounds, estimate.undecided) == (0, False)
     assert estimate.environment.driver == "libtpu 0.0.1"
-    assert verdict(estimate)[0].startswith("These are the compiler's estimates for a chip that was not there")
+    assert verdict(estimate)[0].startswith("These are the compiler's estimates for an absent chip")
     assert next(record_head(estimate, trials_kept=True)).startswith("Estimated by the compiler, not measured")
     assert ">estimated</th>" in record_html(estimate)
     assert "nothing ran" in record_html(estimate)
@@ -137,13 +137,13 @@ def test_no_estimate_replaces_what_was_measured(store, estimate, tmp_path):
     store.put(measured)
     runner = Estimating()
     assert tune(PRODUCT, PROBLEM, store=store, runner=runner) == measured
-    with pytest.raises(NoCandidate, match="was measured there, and no estimate replaces that"):
+    with pytest.raises(NoCandidate, match="is measured, and an estimate does not replace it"):
         tune(PRODUCT, PROBLEM, store=store, runner=runner, force=True)
     old = as_measured(estimate, versions={**estimate.versions, "mosaic_tpu": 0})
     store.put(old)  # it no longer holds, and was measured all the same
-    with pytest.raises(NoCandidate, match="no estimate replaces that"):
+    with pytest.raises(NoCandidate, match="an estimate does not replace it"):
         tune(PRODUCT, PROBLEM, store=store, runner=runner)
-    with pytest.raises(StoreError, match="no estimate replaces that"):
+    with pytest.raises(StoreError, match="an estimate does not replace"):
         store.put(estimate)
     assert not runner.asked
     assert store.get(measured.key) == old
@@ -186,7 +186,7 @@ def test_what_was_measured_answers_before_an_estimate_wherever_they_lie(store, e
     monkeypatch.setattr("scheduler.search.baseline.shipped", lambda: shipped)
     monkeypatch.setattr(shipped, "close", lambda: None)
     task = Task(PRODUCT, PROBLEM)
-    assert before(task, V6E, stored_now(task, V6E, store), estimate, store).backend == "xla"
+    assert baseline_of(task, V6E, stored_evidence(task, V6E, store), estimate, store).backend == "xla"
 
 
 def test_where_misses_are_tuned_an_estimate_of_the_chip_that_is_here_is_one(store):
@@ -258,7 +258,7 @@ def test_all_that_prints_a_record_says_that_it_is_estimated(store, estimate, tmp
 
 
 def test_a_process_that_would_wait_for_nothing_is_refused_in_words(monkeypatch):
-    with pytest.raises(WorkerError, match="no compiler for NVIDIA A100-SXM4-80GB runs on a host without one"):
+    with pytest.raises(WorkerError, match="no compiler for NVIDIA A100-SXM4-80GB runs on a host without that chip"):
         AheadOfTime(find("a100"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(WorkerError, match="the compiler for TPU v4 estimates no cycles"):

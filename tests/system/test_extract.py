@@ -61,7 +61,7 @@ def test_the_turns_of_a_while_count_as_one_and_that_is_said():
     found = scheduler.problems(fn, SQUARE, SQUARE)
     assert [row.count for row in found] == [4]
     assert "test_extract.py:" in repr(found)
-    assert "the turns of a while loop count as one." in repr(found)
+    assert "all iterations of a while loop count as one." in repr(found)
 
 
 def test_all_branches_of_a_cond_count_and_that_is_said():
@@ -165,7 +165,7 @@ def test_two_functions_that_share_a_problem_are_one_row_with_two_lines():
 
 def test_a_function_that_calls_nothing_tuned_says_so():
     found = scheduler.problems(lambda x: jnp.sin(x), SQUARE)
-    assert (len(found), repr(found)) == (0, "It calls no tuned function.")
+    assert (len(found), repr(found)) == (0, "The function makes no tuned call.")
 
 
 def test_a_jitted_function_counts_each_time_that_it_is_called():
@@ -309,11 +309,11 @@ def test_the_command_takes_the_shapes_of_a_function_with_arguments(step_file, ca
         ("loss", [], 2, "missing a required argument: 'w'; give the shapes of its arrays"),
         ("loss", ["f32[2,8,8]"], 2, "missing a required argument: 'x'"),
         ("STEP", ["f32[8]"], 2, "too many positional arguments"),
-        ("loss", ["8x8", "f32[8]"], 2, "'8x8' is no array: write its dtype and extents"),
-        ("loss", ["f33[8,8]", "f32[8]"], 2, "'f33[8,8]' is no array"),
-        ("loss", ["f32[8@x,8@x]", "f32[8]"], 2, "'f32[8@x,8@x]' names an axis of the mesh twice"),
+        ("loss", ["8x8", "f32[8]"], 2, "expected an array such as bfloat16[4096,512], found '8x8'"),
+        ("loss", ["f33[8,8]", "f32[8]"], 2, "'f33[8,8]' is not a valid array"),
+        ("loss", ["f32[8@x,8@x]", "f32[8]"], 2, "'f32[8@x,8@x]' uses an axis of the mesh twice"),
         ("absent", [], 2, "has no attribute 'absent'"),
-        ("NUMBER", [], 2, "is a int, not a function"),
+        ("NUMBER", [], 2, "must be a function, found int"),
         ("breaks", [], 1, "step.py:12, in breaks: TypeError: add got incompatible shapes"),
         ("NO_SIGNATURE", [], 1, "cannot be traced: max expected at least 1 argument"),
     ],
@@ -326,7 +326,7 @@ def test_what_cannot_be_extracted_is_said_in_a_sentence(name, arrays, status, sa
 
 
 def test_a_name_without_a_module_is_refused():
-    with pytest.raises(ValueError, match=r"write package\.module:STEP or file\.py:STEP"):
+    with pytest.raises(ValueError, match=r"expected package\.module:STEP or file\.py:STEP"):
         named.function("STEP")
 
 

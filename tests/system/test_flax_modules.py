@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import scheduler
-from scheduler.functions import in_context, optimize
+from scheduler.functions import ablation, optimize
 from scheduler.functions.pure import pure_call
 
 pytestmark = pytest.mark.slow
@@ -160,7 +160,7 @@ def test_derivatives_that_are_dropped_are_never_dropped_in_silence():
 
 
 def test_a_plan_of_a_step_is_of_all_its_problems_and_leaves_modules_as_they_are(monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.05)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.05)
     model, optimizer = made(Tuned)
     before = jax.tree.map(jnp.copy, state(model, optimizer))
     plan = scheduler.tune_function(nnx.jit(step), model, optimizer, batch(3), minutes=0)
@@ -414,11 +414,11 @@ def counting(x):
 
 def test_effects_that_cannot_be_carried_are_refused_in_a_sentence():
     for ask in (scheduler.problems, lambda fn, x: scheduler.optimize(fn)(x)):
-        with pytest.raises(scheduler.SchedulerError, match="changes a module that it neither takes as an argument nor"):
+        with pytest.raises(scheduler.SchedulerError, match="changes a module that is neither an argument nor"):
             ask(Deep().step, batch(3))
         with pytest.raises(scheduler.SchedulerError, match="assigns COUNT outside of itself"):
             ask(counting, batch(3))
-    with pytest.raises(scheduler.SchedulerError, match=r"in_shardings of jax\.jit means arrays alone"):
+    with pytest.raises(scheduler.SchedulerError, match=r"in_shardings apply to arrays only"):
         scheduler.optimize(step, in_shardings=None)(*made(), batch(3))
 
 

@@ -15,7 +15,7 @@ from scheduler.core.records import Environment, key_of
 from scheduler.fleet.agent import Agent
 from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import Failed, Found, Tried, differences, versions
-from scheduler.fleet.ray_cluster import RayPlace, of_one_kind, places
+from scheduler.fleet.ray_cluster import RayExecutor, executors, of_one_kind
 from scheduler.measure.runner import InProcess, RunnerOptions
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.tuner import tune
@@ -133,7 +133,7 @@ def test_a_lost_device_is_a_lost_place_and_a_lack_of_an_answer_is_not(here, stor
 def test_a_record_that_is_none_is_not_stored(here, store):
     hardware, environment = here
     key = key_of(FAULTY, TASK.problem, hardware)
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="invalid JSON"):
         received([Found("garbage")], key, environment, store, lambda step: None)
     assert store.get(key) is None
 
@@ -156,7 +156,7 @@ def test_a_job_is_of_one_kind_of_chip():
     def place(kind, gpu):
         target = Target("cuda", kind, "sm_90", 132)
         environment = Environment("1", "1", "1", "now")
-        return RayPlace(
+        return RayExecutor(
             None, {"host": "h", "node": "", "visible": gpu, "target": vars(target), "environment": vars(environment)}
         )
 
@@ -177,17 +177,17 @@ def test_a_job_is_of_one_kind_of_chip():
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'tile-scheduler\[ray\]'"), places():
+    with pytest.raises(MissingPackage, match=r"pip install 'tile-scheduler\[ray\]'"), executors():
         pass
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["matmul", "m=8", "n=8", "k=8", "--engine", "ray"], "--engine goes with --job"),
-        (["--job", "job.toml", "--engine", "dask"], "--engine is ray"),
-        (["--job", "job.toml", "--engine", "ray", "--devices", "all"], "not with --device"),
-        (["--job", "job.toml", "--address", "here:6379"], "--address is of a cluster: --engine ray"),
+        (["matmul", "m=8", "n=8", "k=8", "--engine", "ray"], "--engine needs --job"),
+        (["--job", "job.toml", "--engine", "dask"], "--engine must be ray"),
+        (["--job", "job.toml", "--engine", "ray", "--devices", "all"], "excludes --device"),
+        (["--job", "job.toml", "--address", "here:6379"], "--address needs --engine ray"),
     ],
 )
 def test_words_that_do_not_go_with_a_cluster_are_said(words, complaint, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import in_context
+from scheduler.functions import ablation
 from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.operation import MatchedEquation
@@ -41,15 +41,15 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 def lowered(fn, *args, backends="interpret"):
     asked = {
         operation.name: dispatch.options(operation, backends=(backends,))
-        for operation in in_context.selected_backends().values()
+        for operation in ablation.selected_backends().values()
         if backends in operation.backends
     }
     library = {
         operation.name: dispatch.options(operation)
-        for operation in in_context.selected_backends().values()
+        for operation in ablation.selected_backends().values()
         if operation.name not in asked
     }
-    return in_context.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
+    return ablation.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
 
 
 LENGTHS = [jnp.array(each, jnp.int32) for each in ([LENGTH, 7], [9, LENGTH])]
@@ -145,11 +145,13 @@ def _asks(equation):
 def test_a_record_says_who_answers(batch, length, heads, head_dim, by):
     """Those of an H200 that are shipped."""
     shapes = [jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)] * 3
-    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in in_context.selected_backends().values()}
+    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in ablation.selected_backends().values()}
     traced = jax.jit(functools.partial(attention, is_causal=True)).trace(*shapes)
     with scheduler.target("NVIDIA H200"):
-        found = in_context.lower_with_kernels(traced, options, ("cuda",))
+        found = ablation.lower_with_kernels(traced, options, ("cuda",))
     assert [each.backend for each in found.replaced] == ([] if by == "cudnn" else [by])
-    assert [reason.startswith("cudnn answers flash_attention") for reason in found.left] == [True] * (by == "cudnn")
+    assert [reason.startswith("cudnn is selected for flash_attention") for reason in found.left] == [True] * (
+        by == "cudnn"
+    )
     called = re.findall(r"custom_call @(\S+?)\(", found.lowered.as_text())
     assert ("__cudnn$fmhaSoftmax" in called) == (by == "cudnn")

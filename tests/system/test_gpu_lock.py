@@ -27,7 +27,7 @@ NAME = "tile-scheduler-gpu.lock"
 def shared(tmp_path, monkeypatch):
     """The directory of all users."""
     monkeypatch.setattr(gpu, "SHARED", tmp_path / "shared")
-    monkeypatch.setattr(gpu, "_never_waited_for", set())
+    monkeypatch.setattr(gpu, "_skipped_locks", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gpu.require_device_lock.cache_clear()
     yield tmp_path / "shared"
@@ -61,7 +61,7 @@ def test_what_is_no_lock_is_followed_nowhere_and_the_users_own_lock_takes_its_pl
     shared.mkdir()
     (shared / "other").write_text("kept")
     HARM[what](shared / NAME)
-    with pytest.warns(RuntimeWarning, match=f"of other users are not waited for .*{NAME}"):
+    with pytest.warns(RuntimeWarning, match=f"does not wait for measurements of other users .*{NAME}"):
         path = gpu.require_device_lock("gpu")
     assert path == tmp_path / "cache" / "tile-scheduler" / "locks" / NAME
     with gpu.device_lock("gpu"), pytest.raises(filelock.Timeout):
@@ -84,7 +84,10 @@ def test_where_no_lock_can_be_made_a_warning_says_so_once_and_the_search_goes_on
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(gpu, "SHARED", tmp_path / "file")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match="other processes are not waited for"), gpu.device_lock("gpu"):
+    with (
+        pytest.warns(RuntimeWarning, match="wait for measurements of other processes"),
+        gpu.device_lock("gpu"),
+    ):
         pass
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -111,7 +111,7 @@ def test_a_search_cut_short_on_a_cpu_goes_on_where_without_a_bound_it_would_be_r
     problem, script = MatmulProblem(2048, 2048, 2048, "float32"), "tile-scheduler {} matmul m=2048 n=2048 k=2048"
     Store(cache).add_trial(key_of(MATMUL, problem, CPU), trial(), ENVIRONMENT)
     refused = shell(f"{script.format('tune')} dtype=float32", tmp_path)
-    assert "say for how long to search" in refused.stderr
+    assert "set a time limit" in refused.stderr
     told = [f"{script.format('show')} dtype=float32", "tile-scheduler list --hardware cpu"]
     goes_on, same = (hinted(shell(line, tmp_path).stdout) for line in told)
     assert goes_on == same == f"{script.format('tune')} dtype=float32 --seconds 600"

@@ -213,7 +213,7 @@ def test_what_a_record_says_is_text_and_nothing_else(reader):
     text = reader.words("article:target")
     for said in ("evil ", "m ", "tile ", "compile: ", "The search ended: "):
         assert f"{said}{EVIL}" in text, said
-    assert "is no operation of this package" in text
+    assert "is not in this package" in text
     assert reader.script("return window.broken") is None
     assert reader.script("return [...document.scripts].map((script) => script.type)") == ["application/json", ""]
     assert not reader.complaints()
@@ -303,7 +303,7 @@ def test_records_are_explained_as_far_as_they_are_known_here():
     assert told[0].command.endswith(" --force")
     assert [bool(one.unexplained) for one in told] == [False, True, True, True]
     assert "table of chips" in told[1].unexplained
-    assert "name it, --operation package.module:NAME or file.py:NAME" in told[2].unexplained
+    assert "give --operation package.module:NAME or file.py:NAME" in told[2].unexplained
     assert "no field 'x'" in told[3].unexplained
     assert [one.command is None for one in told] == [False, False, True, True]
 
@@ -329,7 +329,7 @@ def test_an_operation_of_ones_own_is_explained_where_it_is_named(tmp_path):
     run("report", "--out", tmp_path / "one.html", "--operation", operation, "--pictures", "all")
     text = (tmp_path / "one.html").read_text()
     assert "Tile schedules: 1 record<" in text
-    assert "is no operation of this package" not in text
+    assert "is not in this package" not in text
     assert "schedules of" in text
     assert packed(text)
 
@@ -369,7 +369,7 @@ def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_th
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as Python has it where it is not installed
     run("report", "--out", tmp_path / "bare.html", "--operation", "softmax", "--all")
     text = (tmp_path / "bare.html").read_text()
-    assert text.count("Pictures need matplotlib: pip install 'tile-scheduler[plots]'") > 1
+    assert text.count("Pictures need matplotlib: run pip install 'tile-scheduler[plots]'") > 1
     assert not packed(text)
     assert "The search tried" in text
 
@@ -399,5 +399,5 @@ def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, gr
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence_before_anything_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr("scheduler.inspect.report.content.gather", None)
     assert "No such file or directory" in run("report", "--out", tmp_path / "no" / "report.html", status=1)
-    assert "--pictures is few, all or none, not some" in run("report", "--pictures", "some", status=2)
+    assert "--pictures must be few, all or none, found some" in run("report", "--pictures", "some", status=2)
     assert "no operation 'matmull'; did you mean 'matmul'?" in run("report", "--operation", "matmull", status=2)

@@ -83,7 +83,7 @@ def test_choices_that_are_none_are_named():
         landscape(SQUARE, over=("tile_l", "tile_m"))
     with pytest.raises(ValueError, match="over two choices, and tile_m is one"):
         landscape(SQUARE, over=("tile_m", "tile_m"))
-    with pytest.raises(NothingToDraw, match="no kernel but the library's can do"):
+    with pytest.raises(NothingToDraw, match="only the library supports"):
         landscape(Case(MATMUL, MatmulProblem(8, 8, 8, "float32", precision="highest"), H200))
 
 
@@ -120,7 +120,7 @@ def test_more_values_than_fit_are_said_to_be_left_out():
 def test_show_draws_the_landscape_of_a_record():
     ran = CliRunner().invoke(app, ["show", "matmul", "m=4096", "n=4096", "k=4096"], env={"COLUMNS": "80"})
     assert ran.exit_code == 0
-    assert "mosaic_gpu over tile_n and tile_m: least time of each pair, by the model" in " ".join(ran.output.split())
+    assert "mosaic_gpu over tile_n and tile_m: minimum time of each pair, by the model" in " ".join(ran.output.split())
     assert "spills registers (255 per thread)" in ran.output
 
 

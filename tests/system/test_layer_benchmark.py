@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import scheduler
-from scheduler.functions import in_context
+from scheduler.functions import ablation
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import layer
@@ -52,7 +52,7 @@ def test_every_product_of_a_layer_is_a_tuned_call():
 
 
 def test_a_case_is_measured_kept_and_written_with_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.2)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.2)
     monkeypatch.setattr(whole_functions, "SECONDS_OF_VERSION", 0.2)
     monkeypatch.setattr(layer, "REHEARSED", REHEARSED[1:2])
     where = ["--work", str(tmp_path / "work"), "--cache", str(tmp_path / "cache.db"), "--results", str(tmp_path)]

@@ -17,7 +17,7 @@ from rehearsal import Rehearsal
 
 from scheduler.search.tuner import tune
 from scheduler.store import lease
-from scheduler.store.lease import Others, leased, leased_if_free
+from scheduler.store.lease import LeaseWatcher, leased, leased_if_free
 from scheduler.store.store import Store
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
@@ -250,7 +250,7 @@ def test_sixteen_processes_that_tune_into_one_file_lose_nothing_and_share_what_t
 
 
 def test_who_has_something_else_to_do_does_not_wait_and_takes_over_what_nobody_renews(path, clock):
-    store, others = Store(path), Others()
+    store, others = Store(path), LeaseWatcher()
     store.lease(values.KEY, "another-host/1/x", 60)
     clock.now += 2 * lease.SILENT_S  # nobody has looked so far: that tells nothing
     for passed, free in ((0.0, False), (lease.SILENT_S - 1, False), (2, True)):
@@ -262,7 +262,7 @@ def test_who_has_something_else_to_do_does_not_wait_and_takes_over_what_nobody_r
 
 
 def test_a_lease_that_is_renewed_between_two_looks_is_nobody_elses(path, clock):
-    store, others = Store(path), Others()
+    store, others = Store(path), LeaseWatcher()
     for _ in range(10):
         store.lease(values.KEY, "another-host/1/x", 60)
         with leased_if_free(store, values.KEY, others) as other:

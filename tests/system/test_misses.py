@@ -231,7 +231,7 @@ def test_rows_that_mean_nothing_are_skipped(tmp_path, caplog):
             connection.execute("UPDATE misses SET lowered = 'many' WHERE problem = 'a'")
             connection.execute("UPDATE misses SET problem = x'ff' WHERE problem = 'b'")
         assert store.misses.all() == [miss("c")]
-    assert "is skipped, a number and four texts are wanted" in caplog.text
+    assert "is skipped, expected a number and four texts" in caplog.text
 
 
 # What goes wrong

@@ -1,4 +1,4 @@
-"""Calls of which no kernel can be asked, or that are wrong: computed as plain JAX would, or refused in a sentence."""
+"""Calls of which no kernel is selected, or that are wrong: computed as plain JAX would, or refused in a sentence."""
 
 import math
 

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.functions import comparison, in_context
+from scheduler.functions import ablation, comparison
 from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
@@ -271,7 +271,7 @@ def test_a_version_that_computes_something_else_leaves_xlas_with_a_warning(monke
     monkeypatch.setattr(kernel, "run", lambda *args, **kwargs: run(*args, **kwargs).at[0, 0].add(5.0))
     fast = scheduler.optimize(lambda count, x: (count + 1, x @ x), donate_argnums=0, **ON_CPU)
     count, x = jnp.arange(6), normal(6, 6)
-    with pytest.warns(RuntimeWarning, match="computed something else"):
+    with pytest.warns(RuntimeWarning, match="computed different results"):
         close(fast(count, x), (jnp.arange(1, 7), x @ x))
     assert fast.decisions[0].kept == "plain"
     assert count.is_deleted()
@@ -293,15 +293,15 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
 
 def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
     fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
-    operations = [operation.name for operation in in_context.selected_backends().values()]
-    asked = dict(zip(operations, (options.backends for options in fast._asked()), strict=True))
+    operations = [operation.name for operation in ablation.selected_backends().values()]
+    asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
         "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
         "flash_attention_backward": {"xla"},
     }
     everything = scheduler.optimize(lambda a: a @ a)
-    assert {options.backends for options in everything._asked()} == {None}
+    assert {options.backends for options in everything._current_options()} == {None}
 
 
 def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
@@ -312,7 +312,7 @@ def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
     assert predict(MATMUL, problem, h200, sure=unsure.faster).backend == "mosaic_gpu"
     for keep, sure in (("faster", 0.5), ("tuned", None)):
         fast = scheduler.optimize(lambda a: a @ a, keep=keep)
-        assert {options.sure for options in fast._asked()} == {sure}
+        assert {options.sure for options in fast._current_options()} == {sure}
 
 
 class JittedElsewhere:
@@ -336,9 +336,9 @@ def test_wrong_options_are_refused_before_anything_is_called():
         scheduler.optimize(jnp.sin, backends=("interpret", "cuda"))
     with pytest.raises(ValueError, match="empty"):
         scheduler.optimize(jnp.sin, backends=())
-    with pytest.raises(TypeError, match="neither a name nor several"):
+    with pytest.raises(TypeError, match="backends must be a name or several"):
         scheduler.optimize(jnp.sin, backends=3)
-    with pytest.raises(TypeError, match="wants a function"):
+    with pytest.raises(TypeError, match="expects a function"):
         scheduler.optimize(3)
     with pytest.raises(TypeError, match=r"jitted by jax\.jit, flax\.nnx\.jit or equinox\.filter_jit.*JittedElsewhere"):
         scheduler.optimize(JittedElsewhere())

@@ -122,7 +122,7 @@ def test_a_search_that_would_interpret_for_hours_is_refused_with_one_that_would_
 
 def test_a_call_that_would_interpret_for_hours_is_warned_of_and_the_model_answers():
     shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    with pytest.warns(RuntimeWarning, match=r"is not tuned: .* or more to tune on a CPU.*the model answers instead"):
+    with pytest.warns(RuntimeWarning, match=r"is not tuned: .* or more to tune on a CPU.*the model selects instead"):
         jax.jit(lambda a: scheduler.tuned_matmul(a, a, on_miss="tune")).lower(shape)
 
 
@@ -180,10 +180,10 @@ def interrupted(place, *command):
 def test_ctrl_c_ends_a_search_though_a_candidate_never_ends_and_keeps_what_was_measured(tmp_path, processes):
     command = ["-m", "scheduler", "tune", "tests/paced.py:ENDLESS", "n=8", "--seconds", 1e6, *processes]
     status, err = interrupted(tmp_path / "begun", *command)
-    assert "0/21 trials, building and checking the first" in err.splitlines()[0]
+    assert "0/21 trials, compiling the first candidate" in err.splitlines()[0]
     assert "left" not in err.splitlines()[0]
     assert status == 130
-    assert "interrupted; what was measured so far is kept" in err
+    assert "interrupted; finished measurements are kept" in err
     assert "Traceback" not in err
     store = Store(tmp_path / "cache.db")
     (key,) = store.keys()

@@ -144,7 +144,7 @@ def test_a_longer_search_is_expected_of_more_trials_and_of_larger_problems_and_n
 def test_a_place_that_is_lost_costs_its_problem_nothing_but_time_and_is_used_no_more():
     barrier = threading.Barrier(2)
     broken, whole = Meeting(barrier, *range(100)), Meeting(barrier)
-    with pytest.warns(RuntimeWarning, match="A is used no more: it does not answer") as warned:
+    with pytest.warns(RuntimeWarning, match="A is no longer used: it does not answer") as warned:
         results = run(tasks(*range(1, 6)), place(broken), place(whole, name="B"))
     assert states(results) == dict.fromkeys(range(1, 6), "tuned")
     assert len(broken.problems) == len(warned) == 1
@@ -154,10 +154,10 @@ def test_a_place_that_is_lost_costs_its_problem_nothing_but_time_and_is_used_no_
 
 def test_a_place_that_starts_again_gets_a_second_chance_and_no_third():
     second = Noting(2)
-    with pytest.warns(RuntimeWarning, match="A is used no more: it fell off the bus over 2"):
+    with pytest.warns(RuntimeWarning, match="A is no longer used: it fell off the bus over 2"):
         results = run(tasks(1, 2, 4), place(Noting(1), second, Noting()))
     assert states(results) == {1: "tuned", 2: "failed", 4: "failed"}
-    assert "no place is left to search it (A: it fell off the bus over 2)" in results[-1].reason
+    assert "no executor is left to search it (A: it fell off the bus over 2)" in results[-1].reason
 
 
 def test_a_problem_over_which_two_places_are_lost_has_failed_and_the_others_go_on():
@@ -205,7 +205,7 @@ def test_all_searches_at_a_place_that_is_lost_are_made_again():
 
 
 def test_a_place_that_does_not_start_leaves_the_problems_to_the_others():
-    with pytest.warns(RuntimeWarning, match="A is used no more: no memory"):
+    with pytest.warns(RuntimeWarning, match="A is no longer used: no memory"):
         results = run(tasks(1, 2), place(WorkerError("no memory")), place(Noting(), name="B"))
     assert states(results) == {1: "tuned", 2: "tuned"}
 
@@ -214,7 +214,7 @@ def test_a_job_without_a_place_raises_why():
     with pytest.raises(UnknownChip, match="never heard of it"):
         run(tasks(1), place(UnknownChip("never heard of it")))
     with (
-        pytest.warns(RuntimeWarning, match="is used no more"),
+        pytest.warns(RuntimeWarning, match="is no longer used"),
         pytest.raises(WorkerError, match=r"[AB]: no [12]; [AB]: no [12]"),
     ):
         run(tasks(1), place(WorkerError("no 1")), place(WorkerError("no 2"), name="B"))
@@ -224,7 +224,7 @@ def test_a_place_of_another_chip_is_refused():
     class Other(Noting):
         hardware = dataclasses.replace(CPU, kind="another", cores=7)
 
-    with pytest.warns(RuntimeWarning, match="is used no more: it is .*, and the job is tuned for"):
+    with pytest.warns(RuntimeWarning, match="is no longer used: it is .*, and the job is tuned for"):
         results = run(tasks(1, 2, 4), place(Noting()), place(Other(), name="B"))
     assert states(results) == {1: "tuned", 2: "tuned", 4: "tuned"}
     assert len({result.record.key.hardware for result in results}) == 1
@@ -333,7 +333,7 @@ def test_worker_processes_of_two_places_tune_a_job_together(tmp_path):
     store = Store(tmp_path / "cache.db")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results = run(tasks(8, 16, 24, 32), *two, store=store, progress=lambda step: seen.add(step.place))
+        results = run(tasks(8, 16, 24, 32), *two, store=store, progress=lambda step: seen.add(step.executor))
     assert states(results) == dict.fromkeys((8, 16, 24, 32), "tuned")
     assert seen == {"A", "B"}
 
@@ -358,7 +358,7 @@ def test_what_another_process_is_at_comes_after_all_others():
     one, two = queued(1), queued(2)
     queue.put([one, two])
     assert queue.take(here) is one
-    queue.put_aside(one, here)
+    queue.defer(one, here)
     assert queue.take(here) is two
     queue.done(here)
     assert queue.take(here) is one  # once it is time to ask again
@@ -371,17 +371,17 @@ def test_what_was_lost_at_a_place_is_left_to_another_as_long_as_there_is_one():
     queue, here, there = opened(2, place(), place())
     one, two = queued(1), queued(2)
     queue.put([one, two])
-    queue.lose(queue.take(here), here)
+    queue.requeue_lost(queue.take(here), here)
     assert queue.take(here) is None, "it is not there"
     queue.opened(here)
     assert queue.take(here) is two
     assert queue.take(there) is one
-    queue.lose(one, there)
-    assert queue.leave(there) == []
+    queue.requeue_lost(one, there)
+    assert queue.remove_executor(there) == []
     assert queue.take(here) is one
-    queue.lose(one, here)
+    queue.requeue_lost(one, here)
     queue.done(here)
-    assert queue.leave(here) == [one]
+    assert queue.remove_executor(here) == [one]
 
 
 def open_place(searches=2):
@@ -393,7 +393,7 @@ def open_place(searches=2):
 def taken_at_once(queue, where):
     """What it takes without waiting for anybody; None where it leaves the next one to others."""
     with queue._changed:
-        found = queue._next(queue._at[id(where)])
+        found = queue._next(queue._states[id(where)])
     return found if found is None else queue.take(where)
 
 
@@ -431,12 +431,12 @@ class Shared(Noting):
 
     def __init__(self):
         super().__init__()
-        self.held, self.go = [], threading.Event()
+        self.current, self.go = [], threading.Event()
 
     @contextlib.contextmanager
-    def holding(self, operation, problem, l2="cold", *, to_itself=False):
-        self.held.append(problem.n)
-        if len(self.held) == 1:
+    def reserve(self, operation, problem, l2="cold", *, exclusive=False):
+        self.current.append(problem.n)
+        if len(self.current) == 1:
             assert self.go.wait(60)
         yield
 
@@ -446,10 +446,10 @@ def test_lanes_of_a_place_take_problems_one_after_the_other_as_these_are_held():
     with ThreadPoolExecutor(1) as threads:
         results = threads.submit(run, tasks(8, 16), place(shared), in_order=True)
         time.sleep(0.5)
-        assert shared.held == [8], "the second would come before the first"
+        assert shared.current == [8], "the second would come before the first"
         shared.go.set()
         assert [result.state for result in results.result()] == ["tuned", "tuned"]
-    assert shared.held == [8, 16]
+    assert shared.current == [8, 16]
 
 
 def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():

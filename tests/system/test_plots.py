@@ -300,9 +300,9 @@ def test_the_best_of_a_case_is_measured_where_it_can_be(square, swept):
     fastest = min(s for trial, s in swept.measured() if trial.backend == "mosaic_gpu")
     assert swept.best().seconds == fastest
     assert Case(MATMUL, SQUARE, H200).best().seconds is None
-    with pytest.raises(NothingToDraw, match="no kernel but the library's can do matmul m=16 n=16 k=16 dtype=float32"):
+    with pytest.raises(NothingToDraw, match="only the library supports matmul m=16 n=16 k=16 dtype=float32"):
         Case(MATMUL, MatmulProblem(16, 16, 16, "float32", precision="highest"), H200).best_searched()
-    with pytest.raises(NothingToDraw, match="what xla does inside nobody knows"):
+    with pytest.raises(NothingToDraw, match="the schedule of xla is unknown"):
         square.best_searched("xla")
 
 
@@ -402,13 +402,13 @@ def test_a_picture_is_written_where_it_is_wanted(tmp_path):
     ("arguments", "status", "sentence"),
     [
         (["roofing"], 2, "no picture 'roofing'; did you mean 'roofline'?"),
-        (["gains", "--out", "g.jpeg"], 2, "a picture is a .svg or a .png"),
-        (["tiles"], 2, "tiles is of one problem: name it"),
+        (["gains", "--out", "g.jpeg"], 2, "--out must end in .svg or .png"),
+        (["tiles"], 2, "tiles plots one problem: give it"),
         (["tiles", "matmul", "m=1"], 2, "missing n, k"),
         (
             ["landscape", "matmul", "m=64", "n=64", "k=64", "--hardware", "h200", "--over", "tile_m"],
             2,
-            "over two choices",
+            "must name two fields",
         ),
         (
             ["landscape", "matmul", "m=64", "n=64", "k=64", "--hardware", "h200", "--over", "tile_m,tiles"],
@@ -464,7 +464,8 @@ def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkey
     status, said = told("gains", "--out", tmp_path / "g.svg")
     assert (
         status,
-        "NVIDIA H200 (132 cores, 140 GiB) has the most records; --hardware names another (" in said and "cpu (" in said,
+        "NVIDIA H200 (132 cores, 140 GiB), which has the most records; --hardware selects another (" in said
+        and "cpu (" in said,
     ) == (
         0,
         True,

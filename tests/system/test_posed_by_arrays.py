@@ -80,12 +80,12 @@ def test_the_problem_of_a_call_is_searched(search, problem):
         (lambda: linear.tune(A, B, activatoin="silu"), "no option 'activatoin'; did you mean 'activation'"),
         (lambda: linear.tune(A, B, tile_m=8), "tile_m is chosen for linear"),
         (lambda: linear.tune(A), "linear takes the arrays x, w, bias; 1 were given, without w"),
-        (lambda: SEEDED.tune(A, seed=3, budget=1), "seed is the search's here, and a parameter of seeded"),
+        (lambda: SEEDED.tune(A, seed=3, budget=1), "seed is an option of the search and a parameter of seeded"),
         (lambda: scheduler.tune("matmul", A, B, transposed_b=True), "did you mean 'transpose_b'"),
         (lambda: scheduler.tune("matmul", {"m": 8, "n": 8, "k": 8}, transpose_b=True), "tune has no option 'transpose"),
         (lambda: scheduler.tune("matmul", {"m": 8, "n": 8, "k": 8}, secnods=1), "did you mean 'seconds'"),
-        (lambda: scheduler.tune("matmul"), "nothing is no problem of matmul: give arrays"),
-        (lambda: scheduler.tune("matmul", 1, 2), "1, 2 is no problem of matmul"),
+        (lambda: scheduler.tune("matmul"), "expected arrays as in a call of matmul"),
+        (lambda: scheduler.tune("matmul", 1, 2), "found 1, 2"),
         (lambda: scheduler.tune("matmul", A), "missing|required"),
     ],
 )
@@ -95,9 +95,9 @@ def test_what_poses_no_problem_is_told(search, words):
 
 
 def test_a_call_that_the_library_answers_poses_no_problem():
-    with pytest.raises(ValueError, match="this call of matmul poses no problem"):
+    with pytest.raises(ValueError, match="no kernel can be selected for this call of matmul"):
         scheduler.tune("matmul", A.astype(jnp.int32), B.astype(jnp.int32), budget=1)
-    with pytest.raises(ValueError, match="poses no problem"):
+    with pytest.raises(ValueError, match="no kernel can be selected for this call"):
         tuned("softmax").tune(A, axis=0, budget=1)
 
 

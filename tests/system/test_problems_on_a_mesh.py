@@ -74,7 +74,7 @@ def test_in_a_scan_a_column_and_a_row_parallel_product_are_those_of_one_device(m
         "m=16 n=64 k=64 dtype=bfloat16": 3,
     }
     assert found.mesh == "data=2, model=4"
-    assert "Problems are those of one device; XLA divides the function over data=2, model=4." in repr(found)
+    assert "Problems are those of one device; XLA partitions the function over data=2, model=4." in repr(found)
     assert {line.function for row in found for line in row.lines} == {"feed_forward"}
     assert "one device's of data=2, model=4" in found.job()
 
@@ -173,7 +173,7 @@ def test_on_one_device_nothing_is_divided():
 def test_what_could_be_tuned_is_told_before_it_is_divided():
     found = scheduler.problems(lambda x, w: tuned_softmax(x @ w), X, W)
     assert [str(each.row.problem) for each in found.untuned] == ["m=32 n=128 k=64 dtype=float32"]
-    assert "could be, before XLA divides it:" in repr(found)
+    assert "could be, before XLA partitions it:" in repr(found)
 
 
 # How often
@@ -246,9 +246,9 @@ def test_what_no_device_is_asked_for_is_xla_s_and_that_is_said():
     found = scheduler.problems(lambda x: tuned(DOUBLE)(x), array(64, over=("data",)))
     (left,) = found.left
     assert (len(found), left.row.operation, left.row.count) == (0, DOUBLE, 1)
-    assert "double does not say how it is divided" in left.reason
-    assert "XLA answers double" in repr(found)
-    assert "calls no tuned function" not in repr(found)
+    assert "double does not declare how it is sharded" in left.reason
+    assert "XLA is used for double" in repr(found)
+    assert "makes no tuned call" not in repr(found)
     assert to_json(found)["left"][0]["reason"] == left.reason
     json.dumps(to_json(found))
 
@@ -259,7 +259,7 @@ def test_a_call_that_is_left_to_xla_is_divided_by_xla():
     (left,) = found.left
     assert (left.row.operation.name, left.reason) == (
         "softmax",
-        "only the library may answer, which XLA divides by itself",
+        "only the library is allowed, which XLA partitions itself",
     )
 
 

@@ -86,18 +86,18 @@ def test_a_range_of_an_extent_at_its_default_is_said():
 @pytest.mark.parametrize(
     ("table", "complaint"),
     [
-        ("m = [1, 2, 3]\nn = 8\nk = 8", "several values are a [[problem]] each"),
-        ("m = [1]\nn = 8\nk = 8", "no range: that is two integers"),
-        ("m = [1, 2.5]\nn = 8\nk = 8", "no range: that is two integers"),
-        ('m = [1, "8"]\nn = 8\nk = 8', "no range: that is two integers"),
-        ("m = [true, 8]\nn = 8\nk = 8", "no range: that is two integers"),
+        ("m = [1, 2, 3]\nn = 8\nk = 8", "write one [[problem]] per value"),
+        ("m = [1]\nn = 8\nk = 8", "must be a value or a range of two integers"),
+        ("m = [1, 2.5]\nn = 8\nk = 8", "must be a value or a range of two integers"),
+        ('m = [1, "8"]\nn = 8\nk = 8', "must be a value or a range of two integers"),
+        ("m = [true, 8]\nn = 8\nk = 8", "must be a value or a range of two integers"),
         ("m = [8, 1]\nn = 8\nk = 8", "write m=1..8"),
         ("m = [8, 8]\nn = 8\nk = 8", "write m=8"),
-        ("m = [0, 8]\nn = 8\nk = 8", "an extent is at least 1"),
-        ("m = [-4, 8]\nn = 8\nk = 8", "an extent is at least 1"),
-        ("m = [1, 8]\nn = [1, 8]\nk = 8", "m and n are ranges, and a problem has one at most"),
-        ("m = 8\nn = 8\nk = 8\ntranspose_a = [0, 1]", "transpose_a is no extent"),
-        ("m = 8\nn = 8\nk = 8\ndtype = [1, 2]", "dtype is no extent"),
+        ("m = [0, 8]\nn = 8\nk = 8", "an extent must be at least 1"),
+        ("m = [-4, 8]\nn = 8\nk = 8", "an extent must be at least 1"),
+        ("m = [1, 8]\nn = [1, 8]\nk = 8", "only one field may be a range, found m and n"),
+        ("m = 8\nn = 8\nk = 8\ntranspose_a = [0, 1]", "transpose_a=0..1: only an extent may be a range"),
+        ("m = 8\nn = 8\nk = 8\ndtype = [1, 2]", "dtype=1..2: only an extent may be a range"),
         ("m = [1, 8]\nn = 8", "missing k"),
         ("mm = [1, 8]\nn = 8\nk = 8", "did you mean 'm'"),
         ("m = [1, 8]\nn = 8\nk = 8\nbudget = [1, 2]", "budget=[1, 2] is a list; give an integer from 1 to"),
@@ -115,7 +115,7 @@ def test_a_range_of_what_shapes_no_array_is_refused():
         "head_dim = 64\ncausal = true\nwindow_left = [8, 32]\n"
     )
     assert isinstance(bad, Malformed)
-    assert "window_left is no extent" in bad.reason
+    assert "no array's shape depends on window_left" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_points_measured_by_another_version_of_a_kernel_answer_nothing(tuned_ran
         version = 2
 
     newer = Operation("stepped", DoubleProblem, (Newer(), DoubleLibrary()))
-    assert "the scripted kernel is now version 2, and 1 was measured" in lookup(store, 100, newer)
+    assert "the scripted kernel is now version 2, and version 1 was measured" in lookup(store, 100, newer)
 
 
 def test_another_family_another_chip_and_what_is_beyond_lie_in_no_range():
@@ -533,7 +533,7 @@ def test_a_call_that_no_longer_can_be_answered_says_why(own):
     with contextlib.closing(Store(own)) as store:
         for record in list(store.records()):
             store.forget(record.key)
-    with pytest.raises(CacheMiss, match=r"the range n=1\.\.1024 does not answer: n=\d+: its record is gone"):
+    with pytest.raises(CacheMiss, match=r"the range n=1\.\.1024 cannot be used: n=\d+: its record is gone"):
         decide(77, on_miss="error")
 
 
@@ -707,7 +707,7 @@ def test_from_the_command_line_a_range_is_tuned_listed_shown_explained_carried_a
     monkeypatch.setattr("scheduler.search.job_queue.start_runner", lambda *_: Told())
     out, said = command("tune", OWN, "n=20..34", "--budget", 3)
     assert "stepped n=20..34: 3 searches of 3 trials, at most 6 of 3 between them, and 5 of 3" in said
-    assert "n=20..34 is answered by the records at" in out
+    assert "n=20..34 uses the records at" in out
     assert "held-out: " in out
     assert "of the best at worst (n=" in out
     out, _ = command("list")
@@ -725,7 +725,7 @@ def test_from_the_command_line_a_range_is_tuned_listed_shown_explained_carried_a
     assert range_to_text(made) in out
     (tmp_path / "carried.jsonl").write_text(out)
     _, said = command("forget", OWN, "n=20..34")
-    assert "the records at its points stay" in said
+    assert "the records at its points remain" in said
     command("forget", OWN, "n=20..34", code=1)
     command("show", OWN, "n=20..34", code=1)
     _, said = command("import", tmp_path / "carried.jsonl")
@@ -742,7 +742,7 @@ def test_from_the_command_line_a_range_is_tuned_listed_shown_explained_carried_a
     ("words", "complaint"),
     [
         (("tune", "matmul", "m=8..1", "n=8", "k=8"), "write m=1..8"),
-        (("tune", "matmul", "m=1..8", "n=1..8", "k=8"), "a problem has one at most"),
+        (("tune", "matmul", "m=1..8", "n=1..8", "k=8"), "only one field may be a range"),
         (("tune", "matmul", "m=1..8", "n=8", "k=8", "--first-error"), "--first-error"),
         (("explain", "matmul", "m=1..8", "n=8", "k=8"), "m=1..8 is not an integer"),
     ],
@@ -765,7 +765,7 @@ def test_a_miss_that_lies_in_a_range_tuned_since_is_settled(own, monkeypatch):
         assert "n=77" in out
         store.ranges.put(made)
     out, _ = command("misses", "--own", OWN)
-    assert "Records have settled all 1 misses" in out
+    assert "Records cover all 1 misses" in out
 
 
 def test_the_times_that_are_told_change_their_best_twice():

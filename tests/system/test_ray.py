@@ -69,10 +69,10 @@ def searched(cluster, tasks, store, met=lambda step: None):
     places = set()
 
     def watch(step):
-        places.add(step.place)
+        places.add(step.executor)
         met(step)
 
-    with ray_cluster.places(cluster.address) as found:
+    with ray_cluster.executors(cluster.address) as found:
         assert len({place.name for place in found}) == len(found)
         results = {str(result.task): result for result in jobs.run(tasks, found, store=store, progress=watch)}
     return results, places
@@ -143,13 +143,13 @@ def test_a_host_that_dies_loses_nothing(cluster, store, tmp_path):
     dead = []
 
     def kill(step):
-        if step.task.operation is GATED and victim.node_id.startswith(step.place.split()[-1]) and not dead:
+        if step.task.operation is GATED and victim.node_id.startswith(step.executor.split()[-1]) and not dead:
             dead.append(waiting(Path(step.task.problem.gate)))
             cluster.remove_node(victim, allow_graceful=False)
             for gate in gates:
                 (gate / "open").touch()
 
-    with pytest.warns(RuntimeWarning, match=f"{victim.node_id[:6]} is used no more: it does not come back"):
+    with pytest.warns(RuntimeWarning, match=f"{victim.node_id[:6]} is no longer used: it does not restart"):
         results, places = searched(cluster, [*map(gated, gates), *SMALL[:2]], store, kill)
     assert (len(places), len(dead)) == (3, 1)
     assert [result.state for result in results.values()] == ["tuned"] * 5
@@ -166,7 +166,7 @@ def test_a_place_is_a_gpu_that_no_other_work_has(cluster, caplog):
     try:
         holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
         (held,) = ray.get(holder.gpus.remote())
-        with ray_cluster.places() as found:
+        with ray_cluster.executors() as found:
             (place,) = found
             assert place.name.endswith(f" GPU {1 - int(held)}")
             assert ray.available_resources().get("GPU", 0) == 0
@@ -189,7 +189,7 @@ def test_hosts_without_a_gpu_compile_for_the_others_and_the_records_are_the_same
         try:
             running.add_node(**HOST)
             running.add_node(**HOST)
-            with ray_cluster.places(running.address, RunnerOptions(workers=1)) as found:
+            with ray_cluster.executors(running.address, RunnerOptions(workers=1)) as found:
                 (place,) = found
                 while ray.get(place._actor.describe.remote())["slots"] < 1 + 2 + 2:
                     time.sleep(0.1)
@@ -209,5 +209,5 @@ def choices(record):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://here:1", "here"])
 def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do(address):
-    with pytest.raises(SchedulerError, match=r"ray start|HOST:PORT"), ray_cluster.places(address):
+    with pytest.raises(SchedulerError, match=r"ray start|HOST:PORT"), ray_cluster.executors(address):
         pass

@@ -222,7 +222,7 @@ def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):
 def test_a_file_of_another_sweep_is_never_overwritten(recorded):
     path, *_ = recorded
     before = path.read_bytes()
-    with pytest.raises(RecordingError, match=r"another sweep \(repetitions 5 instead of 7\); delete it"):
+    with pytest.raises(RecordingError, match=r"another sweep \(repetitions 5 instead of 7\); delete the file"):
         sweep(DOUBLE, PROBLEM, path, Scripted(), repetitions=7)
     with pytest.raises(RecordingError, match="problem"):
         sweep(DOUBLE, DoubleProblem(n=16), path, Scripted())
@@ -359,9 +359,9 @@ def test_recorded_samples_are_given_as_they_are_or_drawn_from_with_a_seed(record
 
 def test_what_is_not_in_a_recording_is_an_error_that_names_it(recorded):
     path, *_ = recorded
-    with pytest.raises(NotRecorded, match=r"does not hold the schedule scripted behave=ok tile=16$"):
+    with pytest.raises(NotRecorded, match=r"does not contain the schedule scripted behave=ok tile=16$"):
         Replay(path).measure(Task(DOUBLE, PROBLEM, "scripted", {"tile": 16, "behave": "ok"}, 3))
-    with pytest.raises(NotRecorded, match="holds double n=8, not double n=16"):
+    with pytest.raises(NotRecorded, match="records double n=8, not double n=16"):
         Replay(path).measure(Task(DOUBLE, DoubleProblem(n=16), "xla", {}, 3))
     assert issubclass(NotRecorded, LookupError)
 
@@ -397,7 +397,7 @@ def test_the_command_line_takes_the_problem_from_the_recording_and_stores_only_o
     out, _ = run("tune", "--replay", path, "--budget", 3)
     assert "m=32" in out
     assert "3 trials of" in out
-    assert "Nothing is kept: the store is in memory" in out
+    assert "Not stored: the store is in memory" in out
     assert user.keys() == []
     said = json.loads(run("tune", "matmul", *SMALL, "--replay", path, "--budget", 3, "--json", "--store")[0])
     assert said["record"]["tried"] == 3
@@ -423,10 +423,10 @@ def test_a_job_is_swept_into_a_file_for_each_problem(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["sweep", "--out", "x"], "name either an operation with its fields, or a job"),
+        (["sweep", "--out", "x"], "an operation with its fields"),
         (["sweep", "matmul", *SMALL], "--out"),
-        (["tune", "--replay", "x", "--job", "y"], "name either an operation with its fields, or a job"),
-        (["tune", "matmul", *SMALL, "--store"], "--store goes with --replay"),
+        (["tune", "--replay", "x", "--job", "y"], "an operation with its fields"),
+        (["tune", "matmul", *SMALL, "--store"], "--store needs --replay"),
     ],
 )
 def test_wrong_words_are_told_with_the_right_ones(arguments, complaint):

@@ -13,7 +13,7 @@ from processes import started
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record, key_of
-from scheduler.measure.bench import BenchesAtHand
+from scheduler.measure.bench import BenchCache
 from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
@@ -99,7 +99,7 @@ def test_a_job_of_two_searches_at_once_starts_no_process_and_traces_each_candida
 
 def test_problems_beside_each_other_keep_what_was_compiled_for_them(pool, log):
     one, other = logged(log, 64), logged(log, 72)
-    with pool.holding(*what(one)), pool.holding(*what(other)):
+    with pool.reserve(*what(one)), pool.reserve(*what(other)):
         for problem in (one, other):
             assert isinstance(pool.measure(task(problem)), Measurement)
         compiled = builds(log)
@@ -157,12 +157,12 @@ def test_what_does_not_fit_beside_what_is_held_waits_until_that_is_over_and_then
     held, ended = threading.Event(), []
 
     def ask(problem, operation, name):
-        with pool.holding(operation, problem):
+        with pool.reserve(operation, problem):
             held.set()
             ended.append(name)
 
     with ThreadPoolExecutor(2) as threads:
-        with pool.holding(DOUBLE, large()):
+        with pool.reserve(DOUBLE, large()):
             before = pids(pool)
             first = threads.submit(ask, dataclasses.replace(large(), n=large().n + 8), DOUBLE, "large")
             wait_for(lambda: len(pool._waiting) == 1)
@@ -181,14 +181,14 @@ def test_what_has_only_so_many_seconds_is_held_by_itself(pool, log):
     one, other = logged(log, 96), logged(log, 104)
 
     def measure():
-        with pool.holding(*what(other)):
+        with pool.reserve(*what(other)):
             return pool.measure(task(other))
 
     with ThreadPoolExecutor(1) as threads:
-        with pool.holding(*what(one), to_itself=True):
+        with pool.reserve(*what(one), exclusive=True):
             waiting = threads.submit(measure)
             wait_for(lambda: len(pool._waiting) == 1)
-            assert what(other) not in pool._held
+            assert what(other) not in pool._reserved
         assert isinstance(waiting.result(), Measurement)
 
 
@@ -200,7 +200,7 @@ def test_the_device_answers_the_problem_that_is_held_longest_first(pool, log):
         with pool._device(what(problem)):
             order.append(problem.n)
 
-    with pool.holding(*what(old)), pool.holding(*what(young)), ThreadPoolExecutor(4) as threads:
+    with pool.reserve(*what(old)), pool.reserve(*what(young)), ThreadPoolExecutor(4) as threads:
         with pool._device(what(young)):
             asked = [threads.submit(ask, problem) for problem in (young, young, old, old)]
             wait_for(lambda: len(pool._requests) == 4)
@@ -211,7 +211,7 @@ def test_the_device_answers_the_problem_that_is_held_longest_first(pool, log):
 
 def test_what_lacks_memory_beside_another_problem_does_not_make_that_one_fail(pool, log):
     greedy, beside = GreedyProblem(), logged(log, 144)
-    with pool.holding(GREEDY, greedy), pool.holding(*what(beside)), ThreadPoolExecutor(6) as threads:
+    with pool.reserve(GREEDY, greedy), pool.reserve(*what(beside)), ThreadPoolExecutor(6) as threads:
         tasks = [Task(GREEDY, greedy, "scripted", {}, 2), *(task(beside, tile) for tile in (1, 2, 4, 8))]
         first, *others = threads.map(pool.measure, tasks)
         assert first.stage == "memory"
@@ -246,20 +246,20 @@ class Bench:
 
 def test_an_innocent_candidate_is_not_blamed_for_what_one_of_another_problem_damaged():
     made = []
-    benches = BenchesAtHand(lambda name: made.append(name) or Bench())
+    benches = BenchCache(lambda name: made.append(name) or Bench())
 
     def damage(bench):
         benches._of("other").bench.damaged = True
 
-    benches.ask("other", Bench.intact, beside=("one",))
-    benches.ask("one", damage, beside=("other",))
-    assert benches.ask("other", Bench.answer, beside=("one",)) is None
+    benches.ask("other", Bench.intact, others=("one",))
+    benches.ask("one", damage, others=("other",))
+    assert benches.ask("other", Bench.answer, others=("one",)) is None
     assert made == ["other", "one", "other"]
 
 
 def test_a_process_keeps_what_is_under_way_and_nothing_else():
     made = []
-    benches = BenchesAtHand(lambda name: made.append(name) or Bench())
+    benches = BenchCache(lambda name: made.append(name) or Bench())
     for name, beside in (("a", ()), ("b", ("a",)), ("a", ("b",)), ("c", ("a",)), ("a", ("c",)), ("b", ("a", "c"))):
-        benches.ask(name, Bench.intact, beside=beside)
+        benches.ask(name, Bench.intact, others=beside)
     assert made == ["a", "b", "c", "b"]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.listening import digest
+from scheduler.dispatch.query_recorder import digest
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem

@@ -69,12 +69,12 @@ def test_a_person_reads_the_problem_the_sum_what_is_gathered_and_the_command(cap
     out, _ = run(capfd, *MATMUL, "activation=gelu", *MESH, "--divide", "m=data", "--divide", "k=model")
     assert "m over data, k over model: P('data', 'model'), P('model') -> P('data')" in out
     assert "each device: m=4096 n=28672 k=2048 dtype=bfloat16\n" in out
-    assert "results are summed over model; what the problem does with them is a pass after that" in out
+    assert "results are summed over model; the epilogue is a separate pass after the sum" in out
     assert "\n  tile-scheduler tune matmul m=4096 n=28672 k=2048 dtype=bfloat16\n" in out
     out, _ = run(capfd, "matmul", "m=30", "n=64", "k=64", "--mesh", "x=4", "--divide", "m=x")
     assert "each device: m=30" in out
     assert "gathered: operand 0 along m, divided over x: 30 is no multiple of 4" in out
-    assert "Whole on each device: columns." in run(capfd, "softmax", "rows=64", "columns=32", *MESH)[0]
+    assert "Replicated on each device: columns." in run(capfd, "softmax", "rows=64", "columns=32", *MESH)[0]
 
 
 def test_specs_are_taken_as_jax_writes_them_and_as_a_shell_likes_them(capfd):
@@ -103,18 +103,18 @@ def test_a_job_has_each_problem_once_and_can_be_read(capfd):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("--mesh", "data"), 2, "'data' is no mesh: write its axes with their extents, as in data=2,model=4"),
+        (("--mesh", "data"), 2, "expected a mesh such as data=2,model=4, found 'data'"),
         (("--mesh", "x=2,x=4"), 2, "has the axis x twice"),
-        (("--mesh", "x=0"), 2, "'x=0' is no mesh"),
-        ((*MESH, "--divide", "m"), 2, "'m' divides nothing"),
-        ((*MESH, "--divide", "m=data", "--divide", "m=model"), 2, "m is divided twice"),
+        (("--mesh", "x=0"), 2, "found 'x=0'"),
+        ((*MESH, "--divide", "m"), 2, "as in m=data,model, found 'm'"),
+        ((*MESH, "--divide", "m=data", "--divide", "m=model"), 2, "m is sharded twice"),
         ((*MESH, "--divide", "q=data"), 2, "has no 'q' (there are: m, k, n)"),
         ((*MESH, "--divide", "m=dat"), 2, "the mesh has no axis 'dat'; did you mean 'data'?"),
-        ((*MESH, "--divide", "m=data,data"), 2, "the axis data cannot divide twice"),
-        ((*MESH, "--divide", "m=data", "--in-specs", "P()"), 2, "give either that or their specs"),
-        ((*MESH, "--in-specs", "P('data'"), 2, "is no list of partition specs"),
-        ((*MESH, "--in-specs", "open('data')"), 2, "is no list of partition specs"),
-        ((*MESH, "--in-specs", "P(1)"), 2, "is no list of partition specs"),
+        ((*MESH, "--divide", "m=data,data"), 2, "the axis data is used twice"),
+        ((*MESH, "--divide", "m=data", "--in-specs", "P()"), 2, "--divide excludes --in-specs and --out-specs"),
+        ((*MESH, "--in-specs", "P('data'"), 2, "expected a partition spec per array"),
+        ((*MESH, "--in-specs", "open('data')"), 2, "expected a partition spec per array"),
+        ((*MESH, "--in-specs", "P(1)"), 2, "expected a partition spec per array"),
         ((*MESH, "--in-specs", "P('x')"), 2, "names x, which the mesh has not (data, model)"),
         ((*MESH, "--in-specs", "P(), P(), P()"), 2, "3 specs of 2 operands"),
         ((*MESH, "--in-specs", "P(None, None, 'data')"), 2, "is of more axes than an array of 2 has"),
@@ -130,7 +130,7 @@ def test_words_that_mean_nothing_are_said_in_a_sentence(words, status, said, cap
 
 def test_an_operation_that_says_nothing_is_xla_s(capfd):
     _, err = run(capfd, ROOT / "tests" / "system" / "test_api.py:SCALE", "n=8", *MESH, status=1)
-    assert "scale does not say what of it may be divided" in err
+    assert "scale does not declare how it is sharded" in err
 
 
 @settings(deadline=None, max_examples=50)
@@ -169,9 +169,9 @@ def test_an_array_s_text_tells_what_divides_it():
     assert named.array("f32[8@(data,model)]", mesh).sharding.spec == PartitionSpec(("data", "model"))
     for text, said in [
         ("f32[8@data]", "give --mesh"),
-        ("f32[8@]", "is no array"),
-        ("f32[8@(data]", "is no array"),
-        ("f32[8 8]", "is no array"),
+        ("f32[8@]", "expected an array such as"),
+        ("f32[8@(data]", "expected an array such as"),
+        ("f32[8 8]", "expected an array such as"),
     ]:
         with pytest.raises(ValueError, match=said):
             named.array(text)
@@ -234,7 +234,7 @@ def test_extract_makes_up_the_devices_of_a_mesh(step_file, flags):
         "m=32 n=64 k=64 dtype=float32 activation=gelu",
         "m=32 n=64 k=64 dtype=float32",
     }
-    assert "XLA divides the function over data=4, model=4" in ran.stderr
+    assert "XLA partitions the function over data=4, model=4" in ran.stderr
     assert "step.py:7" in ran.stderr
 
 

@@ -96,7 +96,7 @@ def test_ctrl_c_ends_a_job_at_its_worker_processes_and_says_what_is_done(store, 
     out, err = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "interrupted; what was measured so far is kept" in err
+    assert "interrupted; finished measurements are kept" in err
     assert "tuned" in out
     assert [json.loads(record.key.problem)["n"] for record in store.records()] == [8]
 
@@ -146,13 +146,13 @@ def test_the_gpus_of_a_host_are_those_that_are_visible(gpus, monkeypatch):
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ("0,2", "tune the job once for each (NVIDIA H200: --devices 0; NVIDIA L4: --devices 2)"),
+        ("0,2", "run the job once for each kind (NVIDIA H200: --devices 0; NVIDIA L4: --devices 2)"),
         ("all", "(NVIDIA H200: --devices 0,1; NVIDIA L4: --devices 2)"),
-        ("0,3,4", "no GPU 3, 4 is visible (those visible are 0, 1, 2)"),
-        ("0,1,0", "names a GPU twice"),
-        ("", "--devices is all, or indices with commas"),
-        ("0;1", "--devices is all, or indices with commas"),
-        ("-1", "--devices is all, or indices with commas"),
+        ("0,3,4", "--devices wants visible GPUs, found 3, 4 (visible: 0, 1, 2)"),
+        ("0,1,0", "contains a GPU twice"),
+        ("", "--devices must be all, or comma-separated indices"),
+        ("0;1", "--devices must be all, or comma-separated indices"),
+        ("-1", "--devices must be all, or comma-separated indices"),
     ],
 )
 def test_devices_that_are_none_are_an_error(devices, said, job, gpus):
@@ -163,15 +163,15 @@ def test_devices_that_are_none_are_an_error(devices, said, job, gpus):
 
 def test_a_gpu_by_its_index_is_an_error_where_there_is_none(job):
     _, err = run("tune", "--job", job, "--devices", "0", status=2)
-    assert "no GPU 0 is visible (there is none)" in " ".join(err.replace("│", " ").split())
+    assert "--devices wants visible GPUs, found 0 (none is visible)" in " ".join(err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("matmul", "m=8", "n=8", "k=8"), "one problem is tuned on one: --device"),
-        (("--replay", "sweep.gz"), "one problem is tuned on one: --device"),
-        (("--missed", "--device", 1), "neither with --device nor with --first-error"),
+        (("matmul", "m=8", "n=8", "k=8"), "for one problem use --device"),
+        (("--replay", "sweep.gz"), "for one problem use --device"),
+        (("--missed", "--device", 1), "--devices excludes --device and --first-error"),
     ],
 )
 def test_devices_go_with_a_job(words, said):

@@ -62,7 +62,7 @@ def test_an_account_takes_a_screen_or_two(width):
     out, _ = run("explain", "matmul", *LARGE, "--hardware", "h200")
     assert widest(out) <= width
     assert len(out.splitlines()) <= 102
-    assert "\n\nWhatever is stored, XLA answers" in out
+    assert "\n\nCalls outside the operation" in out
     explained = json.loads(run("explain", "matmul", *LARGE, "--hardware", "h200", "--json")[0])
     words = set(out.split())
     for kernel in explained["kernels"]:

@@ -17,7 +17,7 @@ from operations import DoubleProblem
 
 import scheduler
 from scheduler import Plan, tune_function, tuned, tuned_matmul
-from scheduler.functions import answers, in_context
+from scheduler.functions import ablation, answers
 from scheduler.functions.answers import of_record
 from scheduler.functions.equations import ProblemCount
 from scheduler.store.store import Store, shipped
@@ -32,7 +32,7 @@ X = jnp.arange(8, dtype=jnp.float32)
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.4)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
 
@@ -236,9 +236,9 @@ def test_an_interpreted_product_takes_part_and_xla_wins_on_a_cpu(monkeypatch):
 
 
 def test_what_cannot_be_tuned_as_a_whole_is_refused_in_a_sentence():
-    with pytest.raises(scheduler.SchedulerError, match="makes no tuned call, and so there is nothing to plan"):
+    with pytest.raises(scheduler.SchedulerError, match="makes no tuned call, so there is nothing to plan"):
         tune_function(lambda x: x @ x, jnp.ones((8, 8)))
-    with pytest.raises(ValueError, match="is a shape; the function is to be timed: give an array"):
+    with pytest.raises(ValueError, match="needs arrays, found the shape"):
         tune_function(both, jax.ShapeDtypeStruct((8,), jnp.float32))
     with pytest.raises(scheduler.SchedulerError, match="under a trace"):
         jax.jit(lambda x: tune_function(both, x))(X)
@@ -247,25 +247,25 @@ def test_what_cannot_be_tuned_as_a_whole_is_refused_in_a_sentence():
             tune_function(both, X, minutes=minutes)
     with pytest.raises(ValueError, match="has no backend 'cutlass'"):
         tune_function(both, X, backends="cutlass")
-    with scheduler.target("NVIDIA H200"), pytest.raises(scheduler.SchedulerError, match="is made by measuring: leave"):
+    with scheduler.target("NVIDIA H200"), pytest.raises(scheduler.SchedulerError, match="measures on this chip: leave"):
         tune_function(both, X)
-    with pytest.raises(TypeError, match="is a path; give the store there"):
+    with pytest.raises(TypeError, match="found the path"):
         tune_function(both, X, store="cache.db")
 
 
 def test_a_job_of_several_processes_is_told_to_plan_in_one(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(scheduler.SchedulerError, match="in a job of 2 processes, which would decide apart"):
+    with pytest.raises(scheduler.SchedulerError, match="in a job of 2 processes, which could decide differently"):
         tune_function(both, X)
 
 
 def test_answers_that_save_little_are_decided_together_and_variants_are_few():
     gains = {i: 1e-3 / 2**i for i in range(20)}
-    found = in_context.groups(gains, 10e-3, 0.005)
+    found = ablation.groups(gains, 10e-3, 0.005)
     assert found[:5] == [(0,), (1,), (2,), (3,), (4,)]
     assert found[5:] == [tuple(range(5, 20))]
-    many = in_context.groups(dict.fromkeys(range(40), 1.0), 1.0, 0.005)
-    assert len(many) + 2 <= in_context.MOST_VARIANTS
+    many = ablation.groups(dict.fromkeys(range(40), 1.0), 1.0, 0.005)
+    assert len(many) + 2 <= ablation.MOST_VARIANTS
     assert sorted(i for group in many for i in group) == list(range(40))
 
 

@@ -68,7 +68,7 @@ def test_the_largest_expected_gain_comes_first_and_counts():
     assert [one.miss for one in weighed] == [often, few, unknown]
     first, second, third = weighed
     assert first.gain_s == 9 * (first.library_s - first.best_s) > 2 * (second.library_s - second.best_s) > 0
-    assert (third.library_s, third.gain_s, third.reason) == (None, None, "the table has no such chip")
+    assert (third.library_s, third.gain_s, third.reason) == (None, None, "the chip is not in the table of chips")
 
 
 def test_what_only_the_library_can_do_gains_nothing():
@@ -82,14 +82,14 @@ def test_a_record_that_holds_settles_a_miss_and_one_that_does_not_leaves_it_open
     record = next(shipped().records(operation="matmul", hardware=H200))
     one = miss(record.key.problem)
     (settled,) = weigh([one], knowing(record), identified)
-    assert isinstance(settled.settled, Entry)
+    assert isinstance(settled.covered_by, Entry)
     assert worth_tuning([settled]) == ([], [])
     stale = dataclasses.replace(record, versions=dict.fromkeys(record.versions, 0))
     (open_,) = weigh([one], knowing(stale), identified)
-    assert open_.settled is None
+    assert open_.covered_by is None
     assert open_.best_s is not None
     (again,) = weigh([one], knowing(stale, record), identified)
-    assert again.settled == settled.settled
+    assert again.covered_by == settled.covered_by
 
 
 def case(number, library_s, best_s, lowered=1):
@@ -143,7 +143,7 @@ def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store
     line = sys._getframe().f_lineno - 2
     assert misses.flush_misses(30)
     out, _ = run("misses")
-    assert "problem, and the line that asked" in out
+    assert "problem, and the calling line" in out
     assert "matmul m=8 n=8 k=8 dtype=float32" in out
     assert f"{Path(__file__).name}:{line}" in out.replace("\n", "")
     found = json.loads(run("misses", "--json")[0])
@@ -153,10 +153,10 @@ def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store
     run("tune", "matmul", "m=8", "n=8", "k=8", "dtype=float32", "--budget", 1)
     assert [one["problem"]["m"] for one in json.loads(run("misses", "--json")[0])] == [4]
     assert len(json.loads(run("misses", "--all", "--json")[0])) == 2
-    assert "settled: xla" in run("misses", "--all")[0]
+    assert "covered: xla" in run("misses", "--all")[0]
     _, err = run("misses", "matmul", "m=4", "n=8", "k=8", "dtype=float32", "--forget")
     assert "forgot 1 misses" in err
-    assert "Records have settled all 1 misses" in run("misses")[0]
+    assert "Records cover all 1 misses" in run("misses")[0]
     run("misses", "--forget")
     assert "No misses are in" in run("misses")[0]
     assert [record.key.operation for record in store.records()] == ["matmul"]  # no record goes with a miss
@@ -180,10 +180,10 @@ def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store
     store.misses.note([miss(product(24)), miss("{}", hardware=CPU.id), miss("{}", 3, CPU.id, "mine", "", "my.py:MINE")])
     out, err = run("tune", "--missed")
     assert "No call on" in out
-    assert f"1 of {H200} are left out: this is {CPU.id}" in err
-    assert "1 of matmul are left out: it is no problem of matmul today: missing m, n, k" in err
-    assert "1 of mine are left out: mine is an operation of one's own: name it, --own my.py:MINE" in err
-    assert "2 problems are left out, which together promise less than 0.5%: --all" in err  # of a CPU, XLA is the best
+    assert f"1 problems on {H200} are left out: this chip is {CPU.id}" in err
+    assert "1 problems of matmul are left out: the problem is no longer valid for matmul: missing m, n, k" in err
+    assert "1 problems of mine are left out: mine is user-defined: give --own my.py:MINE" in err
+    assert "2 problems are left out: their total expected gain is below 0.5%" in err  # of a CPU, XLA is the best
     results = json.loads(run("tune", "--missed", "--all", "--budget", 2, "--json")[0])["results"]
     assert [result["state"] for result in results] == ["tuned", "tuned"]
     assert {record.key.problem for record in store.records()} == {
@@ -216,7 +216,7 @@ def test_an_operation_of_ones_own_is_tuned_where_it_is_named(tmp_path, store):
     assert noted.place.endswith(":twice")
     (one,) = json.loads(run("misses", "--own", f"{file}:twice", "--json")[0])
     assert (one["best_s"], one["gain_s"]) == (None, None)
-    assert "declares no footprint to predict its time by" in one["reason"]
+    assert "declares no footprint, so its time cannot be predicted" in one["reason"]
     result = json.loads(run("tune", "--missed", "--own", f"{file}:twice", "--budget", 3, "--json")[0])["results"]
     assert [one["state"] for one in result] == ["tuned"]
 
@@ -250,12 +250,12 @@ def test_a_search_of_what_is_missed_that_was_cut_short_goes_on(store, monkeypatc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--missed", "matmul", "m=8"), "or say --missed"),
-        (("--missed", "--job", "job.toml"), "or say --missed"),
-        (("matmul", "m=8", "n=8", "k=8", "--minutes", 1), "--minutes and --all go with --missed"),
-        (("matmul", "m=8", "n=8", "k=8", "--all"), "--minutes and --all go with --missed"),
-        (("--missed", "--backends", "xla"), "--missed tries every backend"),
-        (("--missed", "--part", "3/2"), "of 2 parts there is none of number 3"),
+        (("--missed", "matmul", "m=8"), "or --missed"),
+        (("--missed", "--job", "job.toml"), "or --missed"),
+        (("matmul", "m=8", "n=8", "k=8", "--minutes", 1), "--minutes and --all need --missed"),
+        (("matmul", "m=8", "n=8", "k=8", "--all"), "--minutes and --all need --missed"),
+        (("--missed", "--backends", "xla"), "--missed excludes --backends"),
+        (("--missed", "--part", "3/2"), "a part i/n must have 1 <= i <= n, found 3/2"),
         (("--missed", "--own", "nowhere.py:X"), "cannot load operation"),
     ],
 )
@@ -267,8 +267,8 @@ def test_wrong_words_are_answered_with_what_is_wanted(words, said):
 def test_doctor_says_how_many_there_are_and_how_to_have_none(store, monkeypatch):
     store.misses.note([miss(product(24))])
     found = {row["what"]: row["detail"] for row in json.loads(run("doctor", "--json", status=DOCTOR)[0])}
-    assert found["misses"] == "1 noted (tile-scheduler misses); TILE_SCHEDULER_MISSES=off notes none"
+    assert found["misses"] == "1 logged (tile-scheduler misses); TILE_SCHEDULER_MISSES=off disables logging"
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "off")
-    assert "they are not noted" in run("doctor", status=DOCTOR)[0]
+    assert "not logged" in run("doctor", status=DOCTOR)[0]
     store.misses.forget([miss(product(24)).key])
-    assert "TILE_SCHEDULER_MISSES turns the noting of them off" in " ".join(run("misses")[0].split())
+    assert "TILE_SCHEDULER_MISSES turns logging off" in " ".join(run("misses")[0].split())

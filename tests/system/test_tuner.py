@@ -148,7 +148,7 @@ def test_a_record_is_served_until_a_kernel_or_the_space_changes(searched):
         version = 2
 
     newer = Operation("double", DoubleProblem, (Newer(), DoubleLibrary()))
-    assert recheck(newer, PROBLEM, CPU, record) == "the scripted kernel is now version 2, and 1 was measured"
+    assert recheck(newer, PROBLEM, CPU, record) == "the scripted kernel is now version 2, and version 1 was measured"
 
     class Narrower(SafeDouble):
         def space(self, problem, target):
@@ -162,9 +162,7 @@ def test_a_record_is_served_until_a_kernel_or_the_space_changes(searched):
 def test_a_record_from_before_a_kernel_existed_reopens_the_race(searched):
     record, _, _ = searched
     only_library = dataclasses.replace(record, versions={"xla": 1}, entries=(record.best(frozenset({"xla"})),))
-    assert (
-        recheck(SAFE_DOUBLE, PROBLEM, CPU, only_library) == "it was measured before there was a scripted kernel for it"
-    )
+    assert recheck(SAFE_DOUBLE, PROBLEM, CPU, only_library) == "it was measured before the scripted kernel existed"
     assert isinstance(recheck(SAFE_DOUBLE, PROBLEM, CPU, only_library, backends=frozenset({"xla"})), Entry)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler import Plan, tune_function
 from scheduler.cli.app import app
-from scheduler.functions import in_context
+from scheduler.functions import ablation
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
 
@@ -40,7 +40,7 @@ def lone():
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
-    monkeypatch.setattr(in_context, "SECONDS_OF_VARIANT", 0.4)
+    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
 
@@ -77,19 +77,19 @@ def test_kernels_of_a_plan_are_verified_beside_xla(plan):
 def test_a_plan_of_a_kernel_that_nobody_loaded_says_what_to_name(plan, monkeypatch):
     monkeypatch.setattr("search_spaces._loaded", {})
     status, said = ran("--plan", plan)
-    assert (status, "name it: --operation file.py:NAME" in said) == (1, True), said
+    assert (status, "give --operation file.py:NAME" in said) == (1, True), said
 
 
 def test_a_kernel_of_another_version_or_chip_does_not_hold(plan):
     changed(plan, version=5)
     status, said = ran("--plan", plan, "--operation", f"{OWN}:SOCIABLE")
-    assert (status, "1 of 1 kernels of the plan do not hold" in said) == (1, True), said
+    assert (status, "1 of 1 kernels of the plan are invalid" in said) == (1, True), said
     status, said = ran("--plan", plan, "--function", f"{plan.parent}/steps.py:step")
-    assert (status, "by version 5 of the quick kernel, which is now version" in said) == (1, True), said
+    assert (status, "version 5 of the quick kernel, now version" in said) == (1, True), said
     changed(plan, version=SOCIABLE.kernel("quick").version)
     dataclasses.replace(Plan.load(plan), hardware="NVIDIA H200 (132 cores, 141 GiB)").save(plan)
     status, said = ran("--plan", plan, "--operation", f"{OWN}:SOCIABLE")
-    assert (status, "it is not of the chip here" in said) == (1, True), said
+    assert (status, "it is for another chip than this one" in said) == (1, True), said
 
 
 @pytest.mark.parametrize("arguments", [["step"], ["of_shapes", "f32[8]"]])
@@ -108,7 +108,7 @@ def test_a_whole_function_is_timed_again_under_its_plan(plan, arguments):
     ("company", "words"),
     [
         ("slow", "the function is faster without the plan: make it again"),
-        ("wrong", "the plan changes what the function computes: result float32[8] differs by 0.5 of its size"),
+        ("wrong", "the plan changes the results of the function: result float32[8] differs by 0.5 of its size"),
     ],
 )
 def test_a_plan_that_does_not_help_any_more_ends_with_an_error(company, words, tmp_path, store):  # noqa: F811
@@ -122,13 +122,13 @@ def test_a_plan_that_does_not_help_any_more_ends_with_an_error(company, words, t
 def test_what_cannot_be_verified_is_said_in_a_sentence(plan, tmp_path):
     place = f"{plan.parent}/steps.py"
     for arguments, words in (
-        (["--function", f"{place}:step"], "--function goes with --plan"),
-        (["--plan", plan, "m=16"], "leave fields and other options out"),
-        (["--plan", plan, "--shipped"], "leave fields and other options out"),
+        (["--function", f"{place}:step"], "--function needs --plan"),
+        (["--plan", plan, "m=16"], "--plan excludes fields"),
+        (["--plan", plan, "--shipped"], "--plan excludes fields"),
         (["--plan", plan, "--function", f"{place}:none"], "cannot load"),
-        (["--plan", plan, "--function", f"{place}:lone"], "returns no (function, (argument, ...)) to time"),
+        (["--plan", plan, "--function", f"{place}:lone"], "must return (function, (argument, ...)) to time"),
         (["--plan", plan, "--function", f"{place}:of_shapes"], "give the shapes of its arrays"),
-        (["--plan", plan, "--function", f"{place}:of_shapes", "f32[9]"], "holds no problem of this function"),
+        (["--plan", plan, "--function", f"{place}:of_shapes", "f32[9]"], "has no problem of this function"),
         (["--plan", tmp_path / "none"], "cannot be read"),
     ):
         status, said = ran(*arguments)

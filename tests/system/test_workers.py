@@ -22,7 +22,7 @@ from scheduler.core import hardware
 from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.conversation import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
+from scheduler.measure.conversation import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
@@ -173,7 +173,7 @@ def test_closing_a_pool_ends_what_is_under_way():
         ThreadPoolExecutor(1) as one,
     ):
         hanging = one.submit(pool.measure, faulty("hang"))
-        pool._found()
+        pool._detected_target()
         process = pool._measuring._child._process
         while not pool._busy:
             time.sleep(0.01)
@@ -195,30 +195,30 @@ def test_a_pool_that_is_closed_while_its_processes_start_ends_them():
 
 
 def test_limits_adapt_to_what_was_seen_unless_they_are_told():
-    adapting, candidate = Limits(RunnerOptions(), CPU), task("ok")
-    limit_s = adapting.of(dataclasses.replace(candidate, repetitions=5))
+    adapting, candidate = Timeouts(RunnerOptions(), CPU), task("ok")
+    limit_s = adapting.for_task(dataclasses.replace(candidate, repetitions=5))
     assert (limit_s("compile"), limit_s("run"), limit_s("wait")) == (120, 60, None)
     for seconds in (1.0, 10.0, 300.0):
-        adapting.ended("compile", seconds)
-    adapting.saw(LIBRARY, Measurement(0.2, (0.2,), "wall", "warm"))
+        adapting.record_compile("compile", seconds)
+    adapting.record_run(LIBRARY, Measurement(0.2, (0.2,), "wall", "warm"))
     assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, ALLOCATOR_RETRY_S + 20 * 0.2 * 5)
-    adapting.saw(LIBRARY, Measurement(1e-6, (1e-6,), "wall", "warm"))
+    adapting.record_run(LIBRARY, Measurement(1e-6, (1e-6,), "wall", "warm"))
     assert limit_s("run") == ALLOCATOR_RETRY_S + 10
-    told = Limits(RunnerOptions(compile_timeout_s=3.0, run_timeout_s=4.0), CPU).of(LIBRARY)
+    told = Timeouts(RunnerOptions(compile_timeout_s=3.0, run_timeout_s=4.0), CPU).for_task(LIBRARY)
     assert (told("prepare"), told("run"), told("wait")) == (3, 4, None)
 
 
 def test_xla_may_try_its_algorithms_out_for_as_long_as_a_large_problem_takes():
-    adapting = Limits(RunnerOptions(), find("NVIDIA H200"))
+    adapting = Timeouts(RunnerOptions(), find("NVIDIA H200"))
     for _ in range(20):
-        adapting.ended("compile", 0.5)
+        adapting.record_compile("compile", 0.5)
     library = Task(MATMUL, MatmulProblem(98304, 98304, 8192), "xla", {}, 10)
-    assert adapting.of(dataclasses.replace(library, backend="mosaic_gpu"))("compile") == 30
-    assert adapting.of(library)("lower") == 30
-    assert adapting.of(library)("compile") == 120 + AUTOTUNED_LIMIT_S, "and no longer"
+    assert adapting.for_task(dataclasses.replace(library, backend="mosaic_gpu"))("compile") == 30
+    assert adapting.for_task(library)("lower") == 30
+    assert adapting.for_task(library)("compile") == 120 + AUTOTUNED_LIMIT_S, "and no longer"
     int8 = MatmulProblem(65536, 65536, 4096, dtype="int8", out_dtype="int32")
-    assert 240 < adapting.of(dataclasses.replace(library, problem=int8))("compile") < 600
-    assert adapting.of(dataclasses.replace(library, problem=MatmulProblem(16, 16, 16)))("compile") < 121
+    assert 240 < adapting.for_task(dataclasses.replace(library, problem=int8))("compile") < 600
+    assert adapting.for_task(dataclasses.replace(library, problem=MatmulProblem(16, 16, 16)))("compile") < 121
 
 
 ORPHANS = """
@@ -228,7 +228,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
-pool._found()
+pool._detected_target()
 while len(pool._compilers.pids) < 2: time.sleep(0.01)
 print(pool._measuring.pid, *pool._compilers.pids, flush=True)
 {then}
@@ -260,7 +260,7 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     a, platforms = jnp.ones((24, 24)), jax.config.jax_platforms
     jax.config.update("jax_platforms", "cuda,cpu")
     try:
-        with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model answers") as warned:
+        with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model selects") as warned:
             ours = jax.jit(lambda a: tuned_matmul(a, a, on_miss="tune", backends="interpret"))(a)
     finally:
         jax.config.update("jax_platforms", platforms)
@@ -315,7 +315,7 @@ def test_a_candidate_is_traced_in_a_compile_process_and_a_library_where_it_is_me
 
 def test_a_candidate_that_calls_python_is_compiled_where_it_is_measured(pool):
     calling, plain = task("slow", tile=8), task("ok", tile=8)
-    with pool.holding(DOUBLE, PROBLEM):
+    with pool.reserve(DOUBLE, PROBLEM):
         for each in (calling, plain):
             assert isinstance(pool.measure(each), Measurement)
             assert pool.confirm(each) is None
@@ -325,7 +325,7 @@ def test_a_candidate_that_calls_python_is_compiled_where_it_is_measured(pool):
 
 
 def test_a_program_outlives_the_process_that_measured_it(pool):
-    with pool.holding(DOUBLE, PROBLEM):
+    with pool.reserve(DOUBLE, PROBLEM):
         assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
         before, pid = pool._known(task("ok", tile=4)), pool._measuring.pid
         os.kill(pid, signal.SIGKILL)
@@ -336,11 +336,11 @@ def test_a_program_outlives_the_process_that_measured_it(pool):
 
 
 def test_a_program_that_cannot_be_loaded_is_compiled_where_it_is_measured_and_a_warning_says_why(pool):
-    with pool.holding(DOUBLE, PROBLEM):
+    with pool.reserve(DOUBLE, PROBLEM):
         assert isinstance(pool.measure(task("ok", tile=1)), Measurement)
         (pool._compilers.directory / pool._known(task("ok", tile=1)).candidate).write_bytes(b"no program")
         os.kill(pool._measuring.pid, signal.SIGKILL)
-        with pytest.warns(RuntimeWarning, match="compiled once more, where they are measured"):
+        with pytest.warns(RuntimeWarning, match="the measuring process compiles candidates again"):
             assert isinstance(pool.measure(task("ok", tile=1), again=True), Measurement)
 
 
@@ -366,7 +366,7 @@ def test_without_a_compile_process_the_measuring_process_compiles_and_a_warning_
 
     monkeypatch.setattr(WorkerProcess, "begin", refused)
     with Pool(Gpu(index="", uuid="alone", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-        with pytest.warns(RuntimeWarning, match="one by one, where they are measured: no plugin compiles") as warned:
+        with pytest.warns(RuntimeWarning, match="compiles candidates one by one: no plugin") as warned:
             outcomes = [pool.measure(task("ok", tile)) for tile in (1, 2)]
         assert all(isinstance(outcome, Measurement) for outcome in outcomes)
         assert pool.confirm(task("ok")) is None

@@ -215,8 +215,8 @@ def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_
 
 def test_a_recording_of_something_else_is_refused(tmp_path):
     path = invented.recording(tmp_path / "few.jsonl.gz", (16, 8192, 8192), sample=2)
-    with pytest.raises(RecordingError, match="not of double"):
+    with pytest.raises(RecordingError, match="must be a sweep of double"):
         sweep.recorded_measurements(DOUBLE, path)
     other = sweep.Measured(find("NVIDIA A100-SXM4-80GB"), {})
-    with pytest.raises(RecordingError, match="several chips"):
+    with pytest.raises(RecordingError, match="found several"):
         sweep.merged_measurements([sweep.Measured(H200, {}), other])

@@ -499,7 +499,7 @@ def test_few_busy_cores_compute_at_the_highest_clock_and_all_of_them_at_what_pow
 
 
 def test_a_borrowed_chip_bounds_nothing():
-    model = CostModel(dataclasses.replace(H200, borrowed=True))
+    model = CostModel(dataclasses.replace(H200, extrapolated=True))
     assert model.floor(blocks(132)) == 0
     assert CostModel(H200).floor(blocks(132)) > 0
 

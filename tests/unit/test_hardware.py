@@ -165,7 +165,7 @@ def test_on_an_unknown_chip_nobody_answers_for_xla(unknown):
 def test_doctor_says_why_xla_answers_on_an_unknown_chip(unknown):
     (finding,) = (finding for finding in examine(lambda: detect(unknown)) if finding.what == "hardware")
     assert finding.state == "note"
-    assert re.search("TPU v3 .* is not in the table of chips.*XLA answers every call", finding.detail)
+    assert re.search("TPU v3 .* is not in the table of chips.*all calls use XLA", finding.detail)
 
 
 def test_a_cpu_is_one_constant_row_whatever_it_is():

@@ -258,7 +258,7 @@ def test_a_list_reads_the_records_that_it_prints(many, work):
     out, _ = run("list", "--most", 7)
     assert work.decoded == 7
     assert out.count("dtype=float32") == 7
-    assert f"{MANY - 7} more records are left out: --most 0 takes all" in " ".join(out.split())
+    assert f"{MANY - 7} more records are left out: --most 0 shows all" in " ".join(out.split())
 
 
 # Waiting, and working
@@ -277,7 +277,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(cache.time, "thread_time", lambda: 0.0)
     monkeypatch.setattr(cache, "_worked_s", lambda thread: clock.worked)
     yield clock
-    cache.forget_patience("a store")
+    cache.reset_timeouts("a store")
 
 
 def test_what_a_question_computes_is_not_waited_for(clock):
@@ -330,7 +330,7 @@ def test_a_list_begins_with_the_users_own_records_and_says_how_many_more_there_a
     with contextlib.closing(shipped()) as store:
         elsewhere = [head for head in store.heads() if head.key.hardware != CPU.id]
     words = " ".join(out.split())
-    assert words.endswith(": --all shows them, too")
+    assert words.endswith(": --all shows them")
     assert f"{len(elsewhere)} more are shipped for other chips (" in words
     assert "TPU" not in words.partition("more are shipped")[0]
     listed = json.loads(run("list", "--json")[0])
@@ -345,7 +345,7 @@ def test_a_list_begins_with_the_users_own_records_and_says_how_many_more_there_a
 def test_a_list_of_nothing_says_so_and_what_to_do():
     out, _ = run("list")
     words = " ".join(out.split())
-    assert words.startswith(f"No record is in {default_url()}, and none is shipped for this chip; to search a problem")
+    assert words.startswith(f"No record is in {default_url()}, and none is shipped for this chip; to tune a problem")
     assert "\n  tile-scheduler tune matmul m=256" in out
     assert "more are shipped for other chips" in words
     assert json.loads(run("list", "--json")[0]) == []
@@ -355,7 +355,7 @@ def test_a_report_is_of_what_a_list_prints_and_says_how_far_it_is(many, tmp_path
     out, err = run("report", "--out", tmp_path / "few.html", "--most", 20, "--pictures", "none")
     text = (tmp_path / "few.html").read_text()
     assert "Tile schedules: 20 records" in text
-    assert f"{MANY - 20} more records are left out: --most 0 takes all" in text
+    assert f"{MANY - 20} more records are left out: --most 0 shows all" in text
     assert "more are shipped for other chips" in text
     said = [line for line in err.splitlines() if line.startswith("explaining records: ")]
     assert said[0] == "explaining records: 0 of 20 done"

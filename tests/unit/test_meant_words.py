@@ -113,7 +113,7 @@ def test_jobs_and_commands_take_short_dtypes():
         (lambda: hardware.find("NVIDIA H20O"), "did you mean 'NVIDIA H200'"),
         (lambda: hardware.find("RTX 4080"), "did you mean 'NVIDIA GeForce RTX 4090'"),
         (lambda: hardware.find("v7"), "no hardware 'v7'"),
-        (lambda: hardware.find(""), "is several"),
+        (lambda: hardware.find(""), "matches several chips"),
         (lambda: scheduler.tuned_matmul(A, A, backends="interprte"), "did you mean 'interpret'"),
         (lambda: jobs.parse('operation = "matmul"\nbugdet = 3\n[[problem]]\nm = 8'), "did you mean 'budget'"),
     ],

@@ -164,14 +164,14 @@ def test_a_problem_joins_those_held_where_memory_holds_all_their_benches():
             <= memory
             < 2 * needed_buffer_bytes(some, CPU)
         )
-        assert pool._joins((DOUBLE, large, "cold"), False), "nothing is held"
-        with pool.holding(DOUBLE, some):
-            assert pool._joins((DOUBLE, least, "cold"), False)
-            assert not pool._joins((DOUBLE, DoubleProblem(5 * 2**22 + 8), "cold"), False)
-            assert not pool._joins((DOUBLE, least, "cold"), True), "it is to be held by itself"
-        with pool.holding(DOUBLE, least, to_itself=True):
-            assert not pool._joins((DOUBLE, some, "cold"), False)
-        with pytest.raises(NoCandidate), pool.holding(DOUBLE, DoubleProblem(2**32)):
+        assert pool._can_reserve((DOUBLE, large, "cold"), False), "nothing is held"
+        with pool.reserve(DOUBLE, some):
+            assert pool._can_reserve((DOUBLE, least, "cold"), False)
+            assert not pool._can_reserve((DOUBLE, DoubleProblem(5 * 2**22 + 8), "cold"), False)
+            assert not pool._can_reserve((DOUBLE, least, "cold"), True), "it is to be held by itself"
+        with pool.reserve(DOUBLE, least, exclusive=True):
+            assert not pool._can_reserve((DOUBLE, some, "cold"), False)
+        with pytest.raises(NoCandidate), pool.reserve(DOUBLE, DoubleProblem(2**32)):
             pass
 
 
@@ -215,10 +215,10 @@ def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_start
         monkeypatch.setattr("scheduler.measure.worker_process.RESTART_PAUSES_S", (0.0,))
         with monkeypatch.context() as patch:
             patch.setattr(pool._measuring, "begin", lambda: WorkerError("the device is full"))
-            pool._found()
+            pool._detected_target()
             pool._measuring._child.kill()
             for _ in range(2):
-                with pytest.raises(DeviceLost, match="the device takes no measuring process: the device is full"):
+                with pytest.raises(DeviceLost, match="no measuring process starts on the device: the device is full"):
                     pool.measure(small(1))
         assert isinstance(pool.measure(small(1)), Measurement), "the next one finds what can be started"
 
@@ -226,7 +226,7 @@ def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_start
 def test_the_memory_that_the_measuring_process_may_take_is_what_is_free(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # for the user's programs
     with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=1)) as pool:
-        pool._found()
+        pool._detected_target()
         with open(f"/proc/{pool._measuring.pid}/environ", "rb") as file:
             told = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
         assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((8 - 0.5) / 16, abs=1e-4)

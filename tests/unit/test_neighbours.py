@@ -100,7 +100,7 @@ def test_a_schedule_that_cannot_run_here_corrects_only_the_times():
     told = predict(MATMUL, problem, H200, backends=PALLAS, records=[near])
     assert told.schedule == alone.schedule
     assert told.predicted_s != alone.predicted_s
-    assert "its times corrected" in told.reason
+    assert "corrected by the times" in told.reason
 
 
 def test_a_record_of_another_version_or_of_another_dtype_tells_nothing():

@@ -104,7 +104,7 @@ def test_a_container_that_is_given_twice_and_changed_is_refused():
         return other["x"]
 
     both = {"x": jnp.ones(2)}
-    with pytest.raises(scheduler.SchedulerError, match="changes a container that is twice among its arguments"):
+    with pytest.raises(scheduler.SchedulerError, match="changes a container that occurs twice among its arguments"):
         scheduler.optimize(fn)(both, both, jnp.zeros(2))
     assert float(both["x"][0]) == 1
 

@@ -72,7 +72,7 @@ def test_a_tie_goes_to_the_library():
 
 
 def test_a_tie_goes_to_any_other_than_a_library_that_yields():
-    rivals = dataclasses.replace(LIBRARY, yields=True), SMALL, LARGE
+    rivals = dataclasses.replace(LIBRARY, loses_ties=True), SMALL, LARGE
     winners = [run((1.0, 1.0, 1.0), rivals, seed=seed).order[0] for seed in range(40)]
     assert winners.count(LIBRARY.label) <= 1
     assert run((1.0, 1.02, 1.02), rivals).order[0] == LIBRARY.label

@@ -141,7 +141,7 @@ def test_of_each_backend_one_schedule_is_shown_in_full_and_the_others_by_what_di
     shown = compared([("a", one), ("b", other)], {"a": ("the winner", other)})
     assert (shown.texts, shown.note) == (
         ["a tile=1", "b stages=4 tile=2"],
-        ["schedules are shown by what differs from the winner"],
+        ["schedules are shown by their differences from the winner"],
     )
     assert compared([("a", one), ("b", other)]).note == []
 

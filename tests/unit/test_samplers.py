@@ -137,14 +137,14 @@ def test_a_name_a_class_a_function_and_an_object_are_samplers_and_all_else_is_re
     assert isinstance(sampler_of("own_samplers:made", 0), optuna.samplers.RandomSampler)
     assert sampler_of("own_samplers:ready", 0) is module.ready
     for named, why in [
-        ("tpee", "there are model, tpe, gp, cmaes, nsgaii, qmc, random, and module:NAME"),
-        ("own_samplers:wrong", "nor does it return one, but int"),
+        ("tpee", "use model, tpe, gp, cmaes, nsgaii, qmc, random, or module:NAME"),
+        ("own_samplers:wrong", "must be or return an Optuna sampler, found int"),
         ("own_samplers:nothing", "cannot be loaded"),
         ("no_such_module:NAME", "cannot be loaded"),
     ]:
         with pytest.raises(ValueError, match=why):
             sampler_of(named, 0)
-    with pytest.raises(TypeError, match="neither a sampler of Optuna"):
+    with pytest.raises(TypeError, match="sampler must be an Optuna sampler"):
         sampler_of(7, 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install torch"):

@@ -108,9 +108,9 @@ def test_a_lease_is_its_owners_until_it_is_released_or_taken_over_as_it_was_seen
     assert take("b") == "b"
     seen = any_store.lease(values.KEY, "b", -1e5)  # by a clock that is a day late
     assert take("a") == "b"
-    assert take("a", silent=dataclasses.replace(seen, expires_s=seen.expires_s + 1)) == "b"
-    assert take("a", silent=seen) == "a"
-    assert take("c", silent=seen) == "a"
+    assert take("a", expired=dataclasses.replace(seen, expires_s=seen.expires_s + 1)) == "b"
+    assert take("a", expired=seen) == "a"
+    assert take("c", expired=seen) == "a"
     for key in (values.KEY, other):
         for owner in "ab":
             any_store.release(key, owner)

@@ -159,7 +159,7 @@ def test_import_has_a_sentence_for_every_bad_line():
         text_files.import_text(f"{good}\n\nnonsense\n{good}\n{{}}\n", source="mine.jsonl")
     message = str(caught.value)
     assert "mine.jsonl" in message
-    assert "line 3: no JSON" in message
+    assert "line 3: invalid JSON" in message
     assert "line 4: a second record of matmul" in message
     assert "line 5: format is missing" in message
 

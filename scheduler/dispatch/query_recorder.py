@@ -29,23 +29,23 @@ from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Listener:
+class QueryRecorder:
     """The queries of one call while it is lowered and compiled. Compared by identity.
 
     Attributes:
-      asked: the queried problems. For a call that XLA shards over devices, the problems of one device.
-      left: the reasons why no kernel could be selected.
+      queries: the queried problems. For a call that XLA shards over devices, the problems of one device.
+      not_recorded: the reasons why no kernel could be selected.
     """
 
-    asked: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
-    left: list[str] = dataclasses.field(default_factory=list)
+    queries: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
+    not_recorded: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class Listening(Options):
-    """Options that replace the caller's own, and record queries in `listener`."""
+class RecordingOptions(Options):
+    """Options that replace the caller's own, and record queries in `recorder`."""
 
-    listener: Listener = dataclasses.field(default_factory=Listener)
+    recorder: QueryRecorder = dataclasses.field(default_factory=QueryRecorder)
 
 
 # ------------------------------------------------------------------------------
@@ -72,16 +72,16 @@ def digest(
     Raises:
       SchedulerError: processes of one job could select different schedules.
     """
-    if isinstance(options, Listening):
+    if isinstance(options, RecordingOptions):
         return uuid.uuid4().hex  # unique: a program from the compilation cache would make no queries to record
     if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
         return uuid.uuid4().hex  # unique: the kernel's program is known only when a shard is traced
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
-    among = options.backends and sorted(options.backends)
+    allowed = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
-    asked = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
-    how = (options.on_miss, options.sure, among, options.schedule, options.target, plan)
-    text = f"{asked!r} {how!r} {_all_known(operation, platform, options)}"
+    question = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
+    option_values = (options.on_miss, options.sure, allowed, options.schedule, options.target, plan)
+    text = f"{question!r} {option_values!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -110,10 +110,10 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
     """Returns stored records, ranges and calibrations as text. Records are not decoded, as there may be thousands."""
-    cache, of_these = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
-    own = [] if shared_only else map(codec.record_to_text, cache.remembered(**of_these))
+    cache, filters = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
+    own = [] if shared_only else map(codec.record_to_text, cache.remembered(**filters))
     stores = cache.ask(
-        lambda store: [*store.texts(**of_these), *map(range_to_text, store.ranges.all(**of_these))],
+        lambda store: [*store.texts(**filters), *map(range_to_text, store.ranges.all(**filters))],
         shared_only=shared_only,
     )
     fitted = constants.calibrations(operation.name, hardware, shared_only=shared_only)

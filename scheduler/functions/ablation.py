@@ -99,8 +99,8 @@ class AblationResult:
     def __str__(self) -> str:
         middle, low, high = self.margin.middle, self.margin.low, self.margin.high
         others = f" and {len(self.group) - 1} others" if len(self.group) > 1 else ""
-        how = "slower" if middle > 0 else "faster"
-        return f"the function is {abs(middle):.2%} {how} without it{others} ({low:+.2%} to {high:+.2%})"
+        direction = "slower" if middle > 0 else "faster"
+        return f"the function is {abs(middle):.2%} {direction} without it{others} ({low:+.2%} to {high:+.2%})"
 
 
 def ablate(
@@ -155,8 +155,8 @@ def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[
         run = whole.under(plan)
         actual = jax.block_until_ready(run())
     except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
-        said = str(error).partition("\n")[0]
-        return None, f"{type(error).__name__}: {said}"
+        message = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {message}"
     wrong = reference.disagreement(actual, whole)
     return (run, "") if wrong is None else (None, wrong)
 
@@ -228,26 +228,26 @@ def lower_with_kernels(
     ) -> Any:
         operation = selected_backends()[primitive]
         stored = around.get(equations.layout_key(primitive, avals, params))
-        posed = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
-        if isinstance(posed, str) or partitioned:
-            left[posed if isinstance(posed, str) else ON_A_MESH] += 1
+        matched = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
+        if isinstance(matched, str) or partitioned:
+            left[matched if isinstance(matched, str) else ON_A_MESH] += 1
             return None
-        problem = posed.problem
+        problem = matched.problem
         try:
             found = dispatch.decide(operation, problem, platform, options[operation.name])
         except NoCandidate as error:
             left[str(error)] += 1
             return None
         if found.kernel.library or found.kernel.vendor:
-            left[f"{found.kernel.backend} answers {operation.name} {problem}: {found.reason}"] += 1
+            left[f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"] += 1
             return None
         words = schedule_text(dataclasses.asdict(found.schedule))
         replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
 
         def run(*args: Any) -> tuple[Any, ...]:
-            operands = posed.operands(*args)
-            return posed.restore(
-                *found.kernel.results(problem, found.schedule, found.target, *operands, **posed.params)
+            operands = matched.operands(*args)
+            return matched.restore(
+                *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
             )
 
         return run
