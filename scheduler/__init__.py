@@ -15,8 +15,6 @@ if TYPE_CHECKING:
         target,
         tune,
         tuned,
-        tuned_silu_and_mul,
-        tuned_softmax,
     )
     from scheduler.core.errors import (
         CacheMiss,
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
         tuned_matmul,
         tuned_rms_norm,
         tuned_scaled_matmul,
+        tuned_silu_and_mul,
+        tuned_softmax,
     )
 
 __all__ = [
@@ -86,12 +86,8 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
-    "tuned_flash_attention": "scheduler.tuned_calls",
-    "tuned_gated_matmul": "scheduler.tuned_calls",
-    "tuned_matmul": "scheduler.tuned_calls",
-    "tuned_rms_norm": "scheduler.tuned_calls",
-    "tuned_scaled_matmul": "scheduler.tuned_calls",
 }
+_HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
 
 
 def __getattr__(name: str) -> Any:
