@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from scheduler.dispatch import calls
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from search_spaces.add_rms_norm import ADD_RMS_NORM
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.flash_attention.front_end import bounds
 from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
 from search_spaces.operation import Operation
-from search_spaces.rms_norm import EPS, RMS_NORM
+from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM
 from search_spaces.scaled_matmul import SCALED_MATMUL
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE

@@ -1,4 +1,4 @@
-"""The formula of a row-wise kernel as hooks, and kernels of any formula by XLA and by the interpreter.
+"""Row operations: the formula as hooks, kernels of any formula by XLA and by the interpreter, and `row_operation`.
 
 The reduced row is `Reduction.prologue` of the operands that are rows; it may itself be a result.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
+from search_spaces.operation import Operation
 from search_spaces.problem import Tolerance, as_tuple, nbytes
-from search_spaces.rowwise.problem import RowProblem
+from search_spaces.rowwise.problem import RowProblem, batch, bind_rows, shard
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target
 
@@ -47,8 +49,13 @@ class Reduction(abc.ABC):
       init: initial value of each statistic.
     """
 
-    identity: float
-    init: tuple[float, ...]
+    identity: ClassVar[float]
+    init: ClassVar[tuple[float, ...]]
+
+    @classmethod
+    def of(cls, problem: Any, **params: Any) -> Self:
+        """Returns the formula of a problem and of the parameters of a call; by default it depends on neither."""
+        return cls()
 
     def prologue(self, *operands: jax.Array) -> jax.Array:
         """Returns the row to reduce, from fragments of the operands that are rows, in their dtype in memory.
@@ -233,3 +240,28 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
 
 def _in_rows(operand: jax.ShapeDtypeStruct) -> bool:
     return len(operand.shape) == 2
+
+
+# ------------------------------------------------------------------------------
+# The operation of a row-wise formula.
+
+
+def row_operation(
+    name: str, problem: type[P], *kernels: Kernel[P, Any], library: XlaRows[P] | None = None, **rules: Any
+) -> Operation[P]:
+    """Returns the operation of `problem`, which needs no more than the formula `RowProblem.compute`.
+
+    Args:
+      name: as in `Operation`.
+      problem: the type of its problems.
+      kernels: kernels for GPUs and TPUs, in addition to the interpreted kernel and XLA's.
+      library: XLA's kernel; None computes the formula in float32 only.
+      rules: fields of `Operation`. By default, a batch becomes more rows, devices divide the rows, and a call takes
+        arrays with any leading axes and the `params`.
+    """
+    fields: dict[str, Any] = {
+        "batch": batch,
+        "shard": shard,
+        "front_end": functools.partial(bind_rows, problem),
+    } | rules
+    return Operation(name, problem, (*kernels, InterpretedRows(), library or XlaRows()), **fields)

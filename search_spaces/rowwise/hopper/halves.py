@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -44,18 +44,17 @@ class SiluSchedule:
     rows: int
 
 
-class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
-    """A formula on elements at the same position of several halves, on Hopper.
-
-    Attributes:
-      fp32_ops: FP32 operations per element.
-      mufu_ops: operations of the special function units per element.
-    """
+class HopperHalves(Kernel[P, SiluSchedule], Generic[P]):
+    """A formula on elements at the same position of several halves, on Hopper."""
 
     backend = "mosaic_gpu"
+    version = 1
     most_elements = INDICES_OF_32_BITS
-    fp32_ops: ClassVar[int]
-    mufu_ops: ClassVar[int] = 2  # an exponential and a reciprocal
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def __init__(self, formula: HalvesFormula, *, fp32_ops: int, mufu_ops: int) -> None:
+        """Makes the kernel of `formula`, with these FP32 and special-function operations per element."""
+        self.formula, self.fp32_ops, self.mufu_ops = formula, fp32_ops, mufu_ops
 
     def supports(self, problem: P, target: Target) -> str | None:
         return refusal(problem, target)
@@ -87,19 +86,19 @@ class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
         elements = _rows(s) * _columns(s)
         half_bytes = p.rows / rows * p.columns / columns * p.itemsize
         # Loads and stores of each fragment.
-        transactions = (len(self.read) + len(self.written)) * elements // (WARP * s.vector)
-        registers = OTHER_REGISTERS + len(self.read) * s.accesses * s.rows * s.vector
+        transactions = (len(self.formula.read) + len(self.formula.written)) * elements // (WARP * s.vector)
+        registers = OTHER_REGISTERS + len(self.formula.read) * s.accesses * s.rows * s.vector
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(rows, columns),
             step=Phase(
-                loads=(Operand(bytes=len(self.read) * half_bytes, axes=(0, 1), name="x"),),
+                loads=(Operand(bytes=len(self.formula.read) * half_bytes, axes=(0, 1), name="x"),),
                 flops=p.flops / p.rows / p.columns * elements,
                 fp32_ops=self.fp32_ops * elements + WARP * transactions,
                 mufu_ops=self.mufu_ops * elements,
                 transactions=transactions,
             ),
-            tile=Phase(bytes_written=len(self.written) * half_bytes),
+            tile=Phase(bytes_written=len(self.formula.written) * half_bytes),
             onchip_bytes=np.zeros(len(s), dtype=np.int64),
             minor=1,
             axes=("rows", "columns"),
@@ -134,11 +133,11 @@ class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
                 return row, column + p.columns if second else column
 
             loaded = [
-                [layout.load(operands[number], *half(place, second)) for number, second in self.read]
+                [layout.load(operands[number], *half(place, second)) for number, second in self.formula.read]
                 for place in places
             ]
             for place, halves in zip(places, loaded, strict=True):
-                for second, result in zip(self.written, self.compute(*halves), strict=True):
+                for second, result in zip(self.formula.written, self.formula.compute(*halves), strict=True):
                     layout.store(out, *half(place, second), result)
 
         # Indices are 32 bits wide, whatever the user's default.

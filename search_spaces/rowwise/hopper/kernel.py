@@ -5,8 +5,7 @@ On chips before Hopper, rows only reside in registers: the other residencies nee
 
 from __future__ import annotations
 
-import abc
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -32,22 +31,16 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class HopperRows(Kernel[P, RowSchedule], Generic[P]):
-    """A reduction of each row, with row results: the computed elements, and the reduced row itself if it is a result.
-
-    Attributes:
-      costs: costs of one element.
-    """
+    """A reduction of each row. Its results are the computed elements, and the reduced row itself if it is a result."""
 
     backend = "mosaic_gpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
-    costs: ClassVar[ElementCosts]
-
-    @abc.abstractmethod
-    def reduction(self, problem: P, **params: Any) -> Reduction:
-        """Returns the formula."""
+    def __init__(self, formula: type[Reduction], costs: ElementCosts) -> None:
+        """Makes the kernel of `formula`; `costs` are those of one element."""
+        self.formula, self.costs = formula, costs
 
     def supports(self, problem: P, target: Target) -> str | None:
         most = MOST_ELEMENTS_BEFORE_HOPPER * WARPGROUP
@@ -59,11 +52,11 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
         return space(problem, target)
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules, self.costs, len(self.reduction(problem).init))
+        return footprint(problem, schedules, self.costs, len(self.formula.init))
 
     def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
         columns, arrays = problem.columns, (problem.results(), *problem.apart(args))
-        reduction = self.reduction(problem, **params)
+        reduction = self.formula.of(problem, **params)
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
             if schedule.residency == "registers":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,23 +124,15 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class TpuRows(Kernel[P, RowSchedule], Generic[P]):
-    """A reduction of each row on a TPU, with row results: the computed elements, and the reduced row if it is a result.
-
-    Attributes:
-      name: name of the kernel in profiles.
-      costs: costs of one element.
-    """
+    """A reduction of each row on a TPU. Results are the computed elements, and the reduced row if it is a result."""
 
     backend = "mosaic_tpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
 
-    name: ClassVar[str]
-    costs: ClassVar[TpuElementCosts]
-
-    @abc.abstractmethod
-    def reduction(self, problem: P, **params: Any) -> Reduction:
-        """Returns the formula."""
+    def __init__(self, formula: type[Reduction], name: str, costs: TpuElementCosts) -> None:
+        """Makes the kernel of `formula`; `name` is its name in profiles, and `costs` are those of one element."""
+        self.formula, self.name, self.costs = formula, name, costs
 
     def supports(self, problem: P, target: Target) -> str | None:
         return refusal(problem, target)
@@ -150,10 +141,10 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
         return row_space(problem)
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules, self.costs, len(self.reduction(problem).init), target)
+        return footprint(problem, schedules, self.costs, len(self.formula.init), target)
 
     def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
-        reduction = self.reduction(problem, **params)
+        reduction = self.formula.of(problem, **params)
         by_row, shared = problem.apart(args)
         by_row = _in_hbm(by_row)
         # A shared row of a narrow type would have to be unpacked in each step.
@@ -166,20 +157,16 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
             return problem.pack(chunked_rows(reduction, schedule, target.cores, *arrays))
 
 
-class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
-    """A formula on elements at the same position of several halves, on a TPU.
-
-    Attributes:
-      name: name of the kernel in profiles.
-      costs: costs of one element of a half.
-    """
+class TpuHalves(Kernel[P, HalvesSchedule], Generic[P]):
+    """A formula on elements at the same position of several halves, on a TPU."""
 
     backend = "mosaic_tpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
 
-    name: ClassVar[str]
-    costs: ClassVar[TpuElementCosts]
+    def __init__(self, formula: HalvesFormula, name: str, costs: TpuElementCosts) -> None:
+        """Makes the kernel of `formula`; `name` is its name in profiles, and `costs` are those of one element."""
+        self.formula, self.name, self.costs = formula, name, costs
 
     def supports(self, problem: P, target: Target) -> str | None:
         return refusal(problem, target)
@@ -193,7 +180,7 @@ class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
     def run(self, problem: P, schedule: HalvesSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         with jax.enable_x64(False):
             (result,) = problem.results()
-            return rows_of_halves(self, schedule, problem.columns, result, _in_hbm(args), self.name)
+            return rows_of_halves(self.formula, schedule, problem.columns, result, _in_hbm(args), self.name)
 
 
 def _in_hbm(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
