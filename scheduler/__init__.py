@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import tile_scheduler
+from scheduler.core import rendering
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -88,6 +89,15 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "Store": "scheduler.store.store",
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
+
+
+def _renderer() -> rendering.Renderer:
+    from scheduler.inspect import notebook
+
+    return notebook
+
+
+rendering.load = _renderer
 
 
 def __getattr__(name: str) -> Any:
