@@ -1,13 +1,11 @@
 """Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
 
 from search_spaces import jax_compat
-from search_spaces.flash_attention import cudnn, front_end, recognise
-from search_spaces.flash_attention.cudnn import CudnnFlashAttention
+from search_spaces.flash_attention import front_end, kernels, recognise
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
-from search_spaces.flash_attention.interpret import InterpretedFlashAttention
+from search_spaces.flash_attention.kernels import CudnnFlashAttention, InterpretedFlashAttention, XlaFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention
-from search_spaces.flash_attention.xla import XlaFlashAttention
 from search_spaces.operation import Operation
 
 FLASH_ATTENTION = Operation[FlashAttentionProblem](
@@ -27,7 +25,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_fwd=front_end.vjp_fwd,
     vjp_bwd=front_end.vjp_bwd,
     front_end=front_end.bind,
-    equations={jax_compat.CUDNN_ATTENTION: cudnn.problem_of_equation},
+    equations={jax_compat.CUDNN_ATTENTION: kernels.problem_of_equation},
     recognise=recognise.recognise,
     shard=front_end.shard,
 )

@@ -2,10 +2,8 @@
 
 from search_spaces.gated_matmul import front_end, problem
 from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul
-from search_spaces.gated_matmul.interpret import InterpretGatedMatmul
+from search_spaces.gated_matmul.kernels import InterpretGatedMatmul, MosaicTpuGatedMatmul, XlaGatedMatmul
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.gated_matmul.tpu import MosaicTpuGatedMatmul
-from search_spaces.gated_matmul.xla import XlaGatedMatmul
 from search_spaces.operation import Operation
 
 GATED_MATMUL = Operation[GatedMatmulProblem](

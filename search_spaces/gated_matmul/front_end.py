@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
-from search_spaces.gated_matmul import xla
+from search_spaces.gated_matmul import kernels
 from search_spaces.gated_matmul.problem import DTYPES, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.matmul.problem import MatmulProblem
@@ -55,7 +55,7 @@ def bind(
     posed = _problem(x, weights, biases, transpose_w, activation)
     if isinstance(posed, str):
         answer = functools.partial(
-            xla.formula, x, weights, biases, transpose_w=bool(transpose_w), activation=activation
+            kernels.formula, x, weights, biases, transpose_w=bool(transpose_w), activation=activation
         )
         return Unsupported(posed, answer)
     shape = (*x.shape[:-1], posed.n)
