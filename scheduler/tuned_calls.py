@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from scheduler.dispatch import calls
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from search_spaces.flash_attention import FLASH_ATTENTION
-from search_spaces.flash_attention.front_end import bounds
+from search_spaces.flash_attention import FLASH_ATTENTION, bounds
 from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
