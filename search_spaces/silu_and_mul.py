@@ -26,11 +26,10 @@ from search_spaces.recognise import (
     same,
     strip,
 )
-from search_spaces.rowwise import problem
-from search_spaces.rowwise.hopper.halves import HopperHalves
+from search_spaces.rowwise import HalvesFormula, XlaRows, problem, row_operation
+from search_spaces.rowwise.hopper import HopperHalves
 from search_spaces.rowwise.problem import RowProblem, matrix
-from search_spaces.rowwise.reduction import HalvesFormula, XlaRows, row_operation
-from search_spaces.rowwise.tpu.kernel import TpuHalves
+from search_spaces.rowwise.tpu import TpuHalves
 from search_spaces.rowwise.tpu.space import TpuElementCosts
 
 # ------------------------------------------------------------------------------

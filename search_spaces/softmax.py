@@ -27,12 +27,11 @@ from search_spaces.recognise import (
     same,
     strip,
 )
-from search_spaces.rowwise import problem
-from search_spaces.rowwise.hopper.kernel import HopperRows
+from search_spaces.rowwise import Reducer, Reduction, Statistics, XlaRows, problem, row_operation
+from search_spaces.rowwise.hopper import HopperRows
 from search_spaces.rowwise.hopper.space import ElementCosts
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.rowwise.reduction import Reducer, Reduction, Statistics, XlaRows, row_operation
-from search_spaces.rowwise.tpu.kernel import TpuRows
+from search_spaces.rowwise.tpu import TpuRows
 from search_spaces.rowwise.tpu.space import TpuElementCosts
 
 # ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from scheduler.measure.verification import mismatch
 from search_spaces import Columns, Target, matmul
 from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL
-from search_spaces.matmul.hopper.launch import k_last, split_bf16_3x, sum_of_parts
+from search_spaces.matmul.hopper import k_last, split_bf16_3x, sum_of_parts
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 

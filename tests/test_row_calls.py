@@ -15,8 +15,8 @@ import search_spaces
 from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
 from search_spaces import load
 from search_spaces.rms_norm import RmsNormProblem
+from search_spaces.rowwise import row_operation
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.rowwise.reduction import row_operation
 
 pytestmark = pytest.mark.slow_but_first
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from search_spaces.footprint import Footprint, Operand
-from search_spaces.hopper.limits import WARPGROUP, not_hopper, padded
+from search_spaces.hopper import WARPGROUP, not_hopper, padded
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel, padded_elements
 from search_spaces.matmul.hopper.footprint import footprint as footprint_of_product
 from search_spaces.matmul.hopper.footprint import registers_per_block
