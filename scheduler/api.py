@@ -1,4 +1,4 @@
-"""Public API: the row-wise operations, ``tuned`` for any operation, and the functions that configure them."""
+"""Public API: ``tuned`` for any operation, ``tune`` and ``predict``, and the functions that configure them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,6 @@ from search_spaces import OPERATIONS, load, run_by, stop_script_import
 from search_spaces.autotuned.names import drop_traces
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import Problem
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 from search_spaces.space import unknown
 
 if TYPE_CHECKING:
@@ -41,96 +39,6 @@ if TYPE_CHECKING:
 Backends = str | Sequence[str]
 # Types that a call accepts as an array, with or without values.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-@overload
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: Literal[False] = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> jax.Array: ...
-@overload
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: Literal[True],
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> tuple[jax.Array, jax.Array]: ...
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
-    float32 first, so that unsigned integers do not wrap.
-
-    Works wherever `tuned_matmul` works. Derivatives are computed by XLA. The call falls back to XLA (`jax.nn.softmax`)
-    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
-    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
-
-    Args:
-      x: ``[..., columns]``.
-      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
-      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
-        "softmax_with_lse", which is tuned separately and always computes in float32.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
-      of `x` without `axis`.
-
-    Raises:
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
-    """
-    if others:
-        raise calls.unexpected(tuned_softmax, others)
-    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (on_miss, backends, schedule, calls.axes(axis)), x)
-
-
-def tuned_silu_and_mul(
-    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None, **others: Never
-) -> jax.Array:
-    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
-
-    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
-    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
-
-    Args:
-      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array ``[..., d]`` of the dtype of `x`.
-
-    Raises:
-      ValueError: the length of the last axis is not even.
-      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
-      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
-    """
-    if others:
-        raise calls.unexpected(tuned_silu_and_mul, others)
-    return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 
 
 def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
@@ -355,18 +263,6 @@ def _operation_of(given: Any) -> Operation[Any]:
     )
 
 
-_functions: tuple[tuple[Any, Operation[Any]], ...] = (
-    (tuned_silu_and_mul, SILU_AND_MUL),
-    (tuned_softmax, SOFTMAX),
-)
-for _function, _its in _functions:
-    _function.operation = _its
-
-
 def _typed(value: Any) -> str:
     """Formats a field's value as on the command line; a type such as `jnp.float32` becomes its dtype name."""
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
-
-
-_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
-_SILU_AND_MUL = calls.Signature(SILU_AND_MUL)

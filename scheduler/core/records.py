@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from scheduler.core import rendering
 from scheduler.core.text import encodable, one_line
 from search_spaces import format_problem
 from search_spaces.space import Choice
@@ -343,11 +343,11 @@ class Record:
 
     def __str__(self) -> str:
         """Formats the record in about five lines."""
-        return str(importlib.import_module("scheduler.inspect.notebook").record_text(self))
+        return rendering.load().record_text(self)
 
     def _repr_html_(self) -> str:
-        """Formats the record for a notebook. The import is dynamic because `scheduler.inspect` imports this module."""
-        return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
+        """Formats the record for a notebook."""
+        return rendering.load().record_html(self)
 
 
 class Keyed(Protocol):

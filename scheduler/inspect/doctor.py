@@ -145,7 +145,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
     yield Finding("versions", "ok", f"tile-scheduler {tile_scheduler.__version__}, python {platform.python_version()}")
-    if (reason := tile_scheduler.trouble()) is not None:
+    if (reason := tile_scheduler.installation_problem()) is not None:
         yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()

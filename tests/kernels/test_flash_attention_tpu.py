@@ -17,9 +17,8 @@ from scheduler.measure import estimate
 from scheduler.model import pruning
 from search_spaces.attention.xla import attention
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
-from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention, TpuFlashAttentionSchedule
+from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention, TpuFlashAttentionSchedule, Visibility
 from search_spaces.flash_attention.tpu import space as spaces
-from search_spaces.flash_attention.tpu.kernel import Visibility
 from search_spaces.flash_attention.tpu.space import Rows
 from search_spaces.space import Columns
 from tests.static_profiles import compiled, needs_libtpu

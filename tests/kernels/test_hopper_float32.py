@@ -16,10 +16,10 @@ from jax import lax
 
 from scheduler.core.arguments import named_backends
 from scheduler.measure.verification import mismatch
-from search_spaces import Columns, Target
+from search_spaces import Columns, Target, matmul
 from search_spaces.kernel import Library
-from search_spaces.matmul import MATMUL, front_end
-from search_spaces.matmul.hopper.launch import k_last, split_bf16_3x, sum_of_parts
+from search_spaces.matmul import MATMUL
+from search_spaces.matmul.hopper import k_last, split_bf16_3x, sum_of_parts
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
@@ -183,13 +183,13 @@ def test_what_it_cannot_do_it_refuses_in_words():
 @pytest.mark.parametrize("precision", ["high", "bfloat16_3x", "tensorfloat32", lax.Precision.HIGH, ("high", "high")])
 def test_a_call_of_high_precision_poses_a_problem_of_it(precision):
     a, b = HIGH.inputs(seed=0)
-    assert front_end.bind(a, b, precision=precision).problem == HIGH
+    assert matmul.bind(a, b, precision=precision).problem == HIGH
 
 
 def test_a_default_of_high_precision_reaches_a_call():
     a, b = HIGH.inputs(seed=0)
     with jax.default_matmul_precision("high"):
-        assert front_end.bind(a, b).problem == HIGH
+        assert matmul.bind(a, b).problem == HIGH
 
 
 CASES = {  # name: fields of the problem

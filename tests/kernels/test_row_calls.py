@@ -1,5 +1,7 @@
 """Calls of the row-wise operations: what they mean, and under which transformations."""
 
+import dataclasses
+import functools
 import logging
 import re
 
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 
 import scheduler
+import search_spaces
 from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
 from search_spaces import load
 from search_spaces.rms_norm import RmsNormProblem
+from search_spaces.rowwise import row_operation
+from search_spaces.rowwise.problem import RowProblem
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -222,3 +227,29 @@ def test_inside_shard_map(name):
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("rows")
     close(jax.shard_map(lambda x: tuned(x, backends="pallas"), mesh=mesh, in_specs=spec, out_specs=spec)(X), plain(X))
+
+
+@dataclasses.dataclass(frozen=True)
+class CentredProblem(RowProblem):
+    """Rows minus their mean, times a factor."""
+
+    flops = 3.0
+
+    @staticmethod
+    def compute(x, *, factor=1.0, **params):
+        return factor * (x - jnp.mean(x, axis=-1, keepdims=True))
+
+
+CENTRED = row_operation("centred", CentredProblem, params=("factor",))
+
+
+def test_a_new_row_operation_is_a_formula_and_one_line_of_registration(monkeypatch):
+    monkeypatch.setitem(search_spaces._OWN, "centred", f"{__name__}:CENTRED")
+    x = jax.random.normal(jax.random.key(0), (2, 3, 64))
+    centred = functools.partial(scheduler.tuned("centred"), factor=2.0, backends="interpret")
+    expected = 2 * (x - jnp.mean(x, axis=-1, keepdims=True))
+    assert "while" in jax.jit(centred).lower(x).as_text(), "the interpreted kernel"
+    close(centred(x), expected)
+    close(jax.vmap(centred, in_axes=1, out_axes=1)(x), expected)
+    with pytest.raises(TypeError, match="did you mean 'factor'"):
+        centred(x, factr=1.0)

@@ -12,11 +12,10 @@ import pytest
 from failures import failures
 
 from search_spaces import Columns, Target
-from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.problem import as_tuple, nbytes
-from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
-from search_spaces.rowwise.hopper.halves import SiluSchedule
+from search_spaces.rms_norm import ADD_RMS_NORM, RMS_NORM, AddRmsNormProblem, RmsNormProblem
+from search_spaces.rowwise.hopper import SiluSchedule
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.space import RowSchedule, coalescing
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem

@@ -14,9 +14,8 @@ from scheduler.core.hardware import find
 from scheduler.measure import estimate
 from scheduler.model.pruning import onchip_demand, onchip_limit
 from search_spaces import Columns
-from search_spaces.add_rms_norm import ADD_RMS_NORM
 from search_spaces.problem import as_tuple
-from search_spaces.rms_norm import RMS_NORM
+from search_spaces.rms_norm import ADD_RMS_NORM, RMS_NORM
 from search_spaces.rowwise.tpu.row_blocks import ChunkGrid
 from search_spaces.rowwise.tpu.space import HalvesSchedule, RowSchedule
 from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_BACKWARD

@@ -245,8 +245,8 @@ class Sends:
             os.kill(os.getpid(), signal.{number})
 sys.meta_path.insert(0, Sends())
 sys.argv = ["tile-scheduler", "list"]
-import tile_scheduler
-tile_scheduler.main()
+from tile_scheduler.__main__ import main
+main()
 """
 
 

@@ -19,6 +19,7 @@ import tile_scheduler
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("scheduler", "search_spaces", "tile_scheduler")
 FOREIGN = {
     "scheduler/__init__.py": "Scheduler = object\n",
     "scheduler/error.py": "class SchedulerError(Exception): ...\n",
@@ -87,7 +88,7 @@ def test_the_version_and_the_types_come_with_the_wheel(site):
         f"{scheduler.__version__}\n",
     )
     assert tile_scheduler.__version__ == scheduler.__version__
-    assert all((place / package / "py.typed").exists() for package in ("scheduler", "search_spaces"))
+    assert all((place / package / "py.typed").exists() for package in PACKAGES)
     assert f"tile_scheduler-{scheduler.__version__}.dist-info" in os.listdir(place)
 
 
@@ -134,7 +135,9 @@ def test_a_file_beside_a_script_that_hides_the_package_is_named(tmp_path):
     assert status == 0
     assert f"{tmp_path}/scheduler.py hides the package scheduler of tile-scheduler, {ROOT}/scheduler" in said
     assert "rename that one" in said
-    status, said = ran(sys.executable, script(tmp_path, "import tile_scheduler as t; t.main()"), PYTHONPATH=str(ROOT))
+    status, said = ran(
+        sys.executable, script(tmp_path, "from tile_scheduler.__main__ import main; main()"), PYTHONPATH=str(ROOT)
+    )
     assert (status, said.count("\n")) == (1, 1)
     assert said.startswith(f"tile-scheduler: {tmp_path}/scheduler.py hides")
 
@@ -153,14 +156,14 @@ def test_workers_find_the_packages_of_their_parent_whatever_lies_in_the_director
 
 
 def test_a_package_in_its_place_says_nothing():
-    assert tile_scheduler.trouble() is None
+    assert tile_scheduler.installation_problem() is None
     status, said = ran(sys.executable, "-W", "error", "-c", "import scheduler, search_spaces", PYTHONPATH=str(ROOT))
     assert (status, said) == (0, "")
 
 
 # What readers meet: files and functions of a size that one can follow, and the field's words.
 
-SOURCES = [path for package in ("scheduler", "search_spaces") for path in sorted((ROOT / package).rglob("*.py"))]
+SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 MOST_LINES = 500
 MOST_NESTED = 4
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)

@@ -24,8 +24,7 @@ from search_spaces.attention import hopper
 from search_spaces.attention.hopper import visible, zero_rows_from
 from search_spaces.flash_attention.hopper.cta import Cta, RowState, over_columns
 from search_spaces.flash_attention.hopper.schedule import Tile
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS, synchronization
 from search_spaces.hopper.synchronization import Turns, synchronize_warpgroup
 from search_spaces.jax_compat import plgpu
 

@@ -1,4 +1,4 @@
-"""Teaching kernels of the attention gradients in plain ``pallas_call``, run by the Pallas interpreter on a CPU."""
+"""The gradients of flash attention by cuDNN, by Pallas's interpreter on a CPU, and by XLA."""
 
 from __future__ import annotations
 
@@ -9,14 +9,155 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention import interpret, left_out
+from search_spaces import jax_compat
+from search_spaces.attention import cudnn, interpret, left_out, xla
+from search_spaces.attention.cudnn import CudnnSchedule
 from search_spaces.attention.interpret import InterpretedAttention, dot, logits, one_head, padded, seen
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
+from search_spaces.operation import MatchedEquation
+from search_spaces.problem import Tolerance
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target
+
+
+class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
+    """The formula with the log-sum-exp, and the program "plain", the derivative of ``jax.nn.dot_product_attention``.
+
+    The formula splits the queries into blocks if the logits need much memory.
+    """
+
+    version = 1
+
+    def programs(self, problem: FlashAttentionBackwardProblem) -> tuple[str, ...]:
+        if problem.lse_cotangent or xla.unwritten(problem) is not None:
+            return (Library.program,)
+        return (Library.program, "plain")
+
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[Library]:
+        whole = super().space(problem, target)
+        return whole if xla.compiles(problem, target) else Space(Library, {"program": (Library.program,)})
+
+    def tolerance(self, problem: FlashAttentionBackwardProblem, schedule: Library) -> tuple[Tolerance, ...]:
+        """Returns 8 times the problem's tolerance for "plain".
+
+        That program rounds cotangents of probabilities before it subtracts their mean.
+        """
+        exact = problem.tolerance()
+        if schedule.program != "plain":
+            return exact
+        return tuple(Tolerance(absolute=8 * one.absolute, relative=8 * one.relative) for one in exact)
+
+    def run(
+        self,
+        problem: FlashAttentionBackwardProblem,
+        schedule: Library,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> tuple[jax.Array, ...]:
+        p, of = problem, problem.lengths(args)
+        scale = p.default_scale() if scale is None else scale
+        if schedule.program == "plain":
+            q, k, v, _, _, d_out = args[:6]
+            return xla.as_written_backward(p, q, k, v, d_out, of, scale=scale)
+        d_lse = args[6] if p.lse_cotangent else None
+        return xla.backward(p, args[:6], d_lse, of, scale=scale, softcap=softcap)
+
+
+# ------------------------------------------------------------------------------
+# The attention gradients by cuDNN: the vendor's baseline on NVIDIA GPUs, which may also be selected.
+
+
+class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSchedule]):
+    """The kernel of the derivative of ``jax.nn.dot_product_attention(implementation="cudnn")``."""
+
+    backend = "cudnn"
+    version = 1
+    vendor = "cuDNN"
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
+        p = problem
+        if p.lse_cotangent:
+            return "takes no cotangent of the log-sum-exp"
+        if p.deterministic:
+            return "sums dq in any order, unless all of XLA is told to be deterministic"
+        if p.q_lengths or p.kv_lengths:
+            return "its gradients beyond a length have not been checked"
+        return cudnn.refusal(p, target)
+
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[CudnnSchedule]:
+        return cudnn.space()
+
+    def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
+        return cudnn.footprint(problem, schedules, target, products=5)
+
+    def verified(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and cudnn.checked(problem)
+
+    def run(
+        self,
+        problem: FlashAttentionBackwardProblem,
+        schedule: CudnnSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> tuple[jax.Array, ...]:
+        p = problem
+        q, k, v, out, lse, d_out = args
+        return jax_compat.cudnn_attention_backward(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            d_out,
+            scale=p.default_scale() if scale is None else scale,
+            causal=p.causal,
+            window=cudnn.window(p),
+        )
+
+
+# ------------------------------------------------------------------------------
+# Converts JAX's equation for the gradients of cuDNN attention to a problem.
+
+
+def problem_of_equation(
+    q: Any, k: Any, v: Any, *rest: Any, **params: Any
+) -> MatchedEquation[FlashAttentionBackwardProblem] | str:
+    """Returns the problem of an equation and its operands, or the reason why cuDNN must compute it.
+
+    The log-sum-exp of the equation has the same definition as that of the kernels.
+
+    Args:
+      q, k, v, rest, params: as in `attention.cudnn`; the last three of `rest` are the log-sum-exp, the result and
+        its cotangent.
+    """
+    *before, lse, out, d_out = rest
+    found = cudnn.cudnn_problem(q, k, tuple(before), params)
+    if isinstance(found, str):
+        return found
+    try:
+        problem = FlashAttentionBackwardProblem.of(q, k, v, out, lse, d_out, *found.lengths, **found.fields)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+    def operands(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...]:
+        lse, out, d_out = rest[-3:]
+        return q, k, v, out, lse, d_out, *(rest[1:3] if found.lengths else ())
+
+    return MatchedEquation(problem, operands, lambda *gradients: gradients, {"scale": found.scale})
+
+
+# ------------------------------------------------------------------------------
+# Teaching kernels of the attention gradients in plain ``pallas_call``, run by the Pallas interpreter on a CPU.
 
 
 class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, InterpretedAttention]):
