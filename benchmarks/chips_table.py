@@ -38,7 +38,7 @@ def chips(records: Sequence[Record]) -> list[str]:
                 row.hardware.kind if not row.hardware.names else f"{row.hardware.names[0]} ({row.hardware.kind})",
                 row.kernels_text or "none: XLA alone",
                 row.records_text or "none",
-                f"{row.unasked_text} answers",
+                f"calls use {row.fallback_text}",
             )
             for row in coverage(records)
         ),

@@ -49,9 +49,9 @@ def with_headline(document: str, results: Mapping[str, Result]) -> str:
 
 def headline(results: Mapping[str, Result]) -> list[str]:
     """The table of ratios, then examples and the costs of a search and of a call."""
-    calls, time, quality = (
-        results[f"{name}-nvidia-h200"]["summary"] for name in ("call_overhead", "tuning_time", "search_quality")
-    )
+    calls, quality = (results[f"{name}-nvidia-h200"]["summary"] for name in ("call_overhead", "search_quality"))
+    tuning = max(_files(results, "tuning_time").values(), key=lambda result: str(result["environment"]["date"]))
+    time = tuning["summary"]
     products, rows = (results[f"{name}-nvidia-h200"]["rows"] for name in ("matmul", "rows"))
     measured = {f"{row.get('operation', 'matmul')} {row['problem']}": row for row in (*products, *rows)}
     return [
@@ -61,8 +61,8 @@ def headline(results: Mapping[str, Result]) -> list[str]:
             "For example, " + "; ".join(_example(measured[problem], words) for problem, words in EXAMPLES.items()) + "."
         ),
         *text(
-            f"A search at 4096 x 4096 x 4096 took {time['trials']} trials and {time['seconds_64_trials']:.1f} s; with "
-            f"the start of its workers, {time['seconds_with_startup']:.1f} s{_older(time)}. Without measuring, the top "
+            f"On an {_chip(tuning)}, a search at 4096 x 4096 x 4096 took {time['trials']} trials and "
+            f"{time['seconds_with_startup']:.1f} s, with the start of its processes. Without measuring, the top "
             f"prediction comes to {percent(quality['first_choice_median'])} of the best schedule in the median of "
             f"{quality['shapes']} recorded sweeps, and to {percent(quality['first_choice_worst'])} at worst. "
             f"A cached eager call adds {calls['eager_overhead_us']:.1f} us to a jitted one."
@@ -121,12 +121,13 @@ def page(results: Mapping[str, Result]) -> str:
         *_fused(of["fused"]),
         *_rows(of["rows"]),
         *_quality(of["search_quality"]),
-        *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
+        *_search_times(_files(results, "tuning_time")),
+        *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_layers(of["layer"]),
-        *_many_gpus({name: result for name, result in sorted(results.items()) if name.startswith("many_gpus")}),
+        *_many_gpus(_files(results, "many_gpus")),
         *_sizes(of["sizes"]),
-        *_faults(of["faults-cpu"], of["faults"]),
+        *_faults(_files(results, "faults")),
         *_compiled(results),
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
@@ -254,30 +255,31 @@ def _quality(result: Result) -> Iterator[str]:
         yield line(change, *spread(one["first_choice"] for one in found), number(tau, 2))
 
 
-def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
-    yield from _section("What a search takes", "tuning_time-nvidia-h200", tuning)
-    s = tuning["summary"]
+def _search_times(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## What a search takes", "")
+    for name, result in results.items():
+        yield from _source(name, result)
     yield from text(
-        f"4096 x 4096 x 4096: {s['trials']} trials in {s['seconds_64_trials']:.1f} s on {s['workers']} workers, "
-        f"{s['seconds_with_startup']:.1f} s with their start{_older(s)}. The winners of two searches with different "
-        f"seeds differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
+        "One search is of 4096 x 4096 x 4096, with the start of its processes. The job tunes all problems, and "
+        "`verify` measures its records again. *Difference*: of the winners of two searches with different seeds, the "
+        "worst. A row without a job is older than separate compile processes."
     )
-    if not _older(s):
-        yield from text(
-            f"A job of these problems takes {s['seconds_a_problem_of_a_job']:.1f} s a problem, and `verify` "
-            f"{s['verify_seconds_a_record']:.1f} s a record."
-        )
+    titles = ("one search, s", "trials", "problems", "job, s a problem", "`verify`, s a record", "difference")
+    yield from table("", *titles, left=1)
+    for result in results.values():
+        s = result["summary"]
+        job = (number(s.get(name), 1) for name in ("seconds_a_problem_of_a_job", "verify_seconds_a_record"))
+        one = (number(s["seconds_with_startup"], 1), str(s["trials"]), str(s["problems"]))
+        yield line(_chip(result), *one, *job, percent(s["winner_disagreement_worst"]))
+
+
+def _call_times(calls: Result, calls_cpu: Result) -> Iterator[str]:
     yield from _section("What a cached eager call adds to a jitted one", "call_overhead-nvidia-h200", calls)
     yield from _source("call_overhead-cpu", calls_cpu)
     yield from table("call", "H200: tuned, us", "jitted, us", "overhead, us", "CPU: overhead, us", left=1)
     for row, on_cpu in zip(calls["rows"], calls_cpu["rows"], strict=True):
         times = (row["tuned_us"], row["direct_us"], row["overhead_us"], on_cpu["overhead_us"])
         yield line(f"`{row['call']}`", *(f"{time_us:.1f}" for time_us in times))
-
-
-def _older(tuning: Mapping[str, Any]) -> str:
-    """What to add to times of a search that are older than the programs that time jobs, too."""
-    return "" if "seconds_a_problem_of_a_job" in tuning else " (measured before compile processes were separate)"
 
 
 def _attention(result: Result) -> Iterator[str]:
@@ -347,11 +349,13 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
             yield line(row["case"], mesh, *times, *ratios, *(number(size / 1e6, 1) for size in bytes_of))
         yield ""
         if jobs:
-            yield from table("GPUs", "problems", "trials of each", "seconds", "busy", left=0)
+            yield from table("GPUs", "problems", "trials of each", "seconds", "busy", "`verify`, s a record", left=0)
         for row in jobs:
             busy = percent(statistics.fmean(row["busy"])) if row["busy"] else ""
             done = f"{len(row['results'])} of {len(row['problems'])}"
-            yield line(str(row["gpus"]), done, str(row["budget"]), number(row["seconds"], 0), busy)
+            verify_s = row["verify_seconds"] / len(row["verdicts"]) if row.get("verdicts") else None
+            times = (number(row["seconds"], 0), busy, number(verify_s, 1))
+            yield line(str(row["gpus"]), done, str(row["budget"]), *times)
         yield ""
 
 
@@ -366,10 +370,11 @@ def _sizes(result: Result) -> Iterator[str]:
     )
 
 
-def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
-    yield from _section("Injected faults", "faults-cpu", cpu)
-    yield from _source("faults-nvidia-h200", gpu)
-    rows = (*cpu["rows"], *gpu["rows"])
+def _faults(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## Injected faults", "")
+    for name, result in results.items():
+        yield from _source(name, result)
+    rows = [row for result in results.values() for row in result["rows"]]
     injected, lost, blamed = (sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed"))
     won = "each time" if all(row["right_one_won"] for row in rows) else "not each time"
     yield from text(
@@ -414,6 +419,11 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
         f"{sum(s['refused'] for s in chips)} refused, {sum(s['spilled'] for s in ways)} with spills, "
         f"{sum(s['other_onchip_bytes'] for s in chips)} with other on-chip bytes than predicted."
     )
+
+
+def _files(results: Mapping[str, Result], benchmark: str) -> dict[str, Result]:
+    """The results of a benchmark on every chip, by file name."""
+    return {name: result for name, result in sorted(results.items()) if name.partition("-")[0] == benchmark}
 
 
 def _section(title: str, name: str, result: Result) -> Iterator[str]:
