@@ -100,9 +100,7 @@ class Graph:
         return _flat(self.items)
 
 
-def graph(
-    jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({}), calls: frozenset[str] | None = None
-) -> Graph:
+def graph(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({}), calls: frozenset[str] | None = None) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
@@ -486,7 +484,7 @@ def evaluate(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[
     values = dict(known)
 
     def read(x: Value) -> Any:
-        return values[id(x)] if id(x) in values else x.literal
+        return values.get(id(x), x.literal)
 
     for node in nodes:
         found = lowering_compat.evaluate_equation(node.equation, *map(read, node.inputs))

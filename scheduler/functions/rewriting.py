@@ -122,7 +122,9 @@ class Rewriter:
         first = _graph(of_forward, recognise.arguments(forward, fingerprint.opened_jaxpr(of_forward)))
         opened = fingerprint.opened_jaxpr(of_backward)
         saved = dict(zip(map(id, forward.results), first.results, strict=True))
-        known = {x: saved[id(given)] for x, given in zip(opened.invars, backward.inputs, strict=True) if id(given) in saved}
+        known = {
+            x: saved[id(given)] for x, given in zip(opened.invars, backward.inputs, strict=True) if id(given) in saved
+        }
         second = _graph(of_backward, recognise.arguments(backward, opened) | known)
         used_elsewhere = {id(x) for x in outer.results} | {
             id(x) for node in outer.nodes if node is not backward for x in node.inputs
@@ -134,12 +136,17 @@ class Rewriter:
             if i < carried or id(result) in used_elsewhere
         ]
         both = Graph(
-            first.items + second.items, first.inputs + second.inputs, kept + second.results, {**first.values, **second.values}
+            first.items + second.items,
+            first.inputs + second.inputs,
+            kept + second.results,
+            {**first.values, **second.values},
         )
         times = count * forward.params["length"]
         regions = [*self._regions(both, times)]
         own = {id(node) for node in second.nodes}
-        handed = [each for each in regions if any(x.node is not None and id(x.node) in own for x in each.region.results)]
+        handed = [
+            each for each in regions if any(x.node is not None and id(x.node) in own for x in each.region.results)
+        ]
         found = dict[int, _Scan]()
         for node, graph, closed in ((forward, first, of_forward), (backward, second, of_backward)):
             changes = self._changes(graph, regions, times)
@@ -285,7 +292,7 @@ class _Evaluation:
         return [self._read(x) for x in graph.results]
 
     def _read(self, x: Value) -> Any:
-        return self._values[id(x)] if id(x) in self._values else x.literal
+        return self._values.get(id(x), x.literal)
 
     def _run(self, items: Sequence[Node | Inlined]) -> None:
         for item in items:
@@ -320,9 +327,7 @@ class _Evaluation:
         if key not in self._handed_on:
             before = self.run_stage(replacement, number - 1) if number else None
             stage = replacement.region.stages[number]
-            results, self._handed_on[key] = stage.run(
-                replacement.calls[number], before, *map(self._read, stage.inputs)
-            )
+            results, self._handed_on[key] = stage.run(replacement.calls[number], before, *map(self._read, stage.inputs))
             self._values.update((id(x), each) for x, each in zip(stage.results, results, strict=True))
         return self._handed_on[key]
 
@@ -356,14 +361,14 @@ def _retraced(run: Callable[..., list[Any]], closed: Any) -> Any:
     after = jax.make_jaxpr(run)(*avals)
     opened = fingerprint.opened_jaxpr(after)
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
-    kinds = [[(x.aval.shape, x.aval.dtype) for x in jaxpr.outvars] for jaxpr in (before, live)]
+    kinds = [[(_struct(x.aval).shape, _struct(x.aval).dtype) for x in jaxpr.outvars] for jaxpr in (before, live)]
     assert kinds[0] == kinds[1], kinds
     if opened is after:  # constants are part of the jaxpr
         return live
     return core.ClosedJaxpr(live, after.consts)
 
 
-def _struct(aval: Any) -> Any:
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 

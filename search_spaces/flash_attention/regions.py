@@ -18,6 +18,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.flash_attention.axes import (
+    FEATURES,
+    LAYOUT,
+    NO_AXIS,
+    Array,
+    Axes,
+    Axis,
+    Labels,
+    Product,
+    above,
+    below,
+    elementwise,
+    joined,
+    users,
+)
+from search_spaces.flash_attention.logits import Logits, Softmax, is_widened, logits_of, origin, root, softmax_of
 from search_spaces.flash_attention.masks import MASKED, Band, band, bias_band, constant
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
@@ -34,35 +50,8 @@ from search_spaces.recognise import (
     casts,
     equations_between,
     number,
-    reduced,
-    same,
     strip,
 )
-
-# An axis of the logits: its extent, and its number among the axes of the first product.
-Axis = tuple[int, int]
-# The axes that an axis of an array combines, the outer one first. Axes of extent 1 are left out.
-Axes = tuple[Axis, ...]
-# The number of an axis of features, and of a query axis of extent 1.
-FEATURES, NO_AXIS = -1, -2
-
-# Primitives that keep the axes of an operand of the same shape.
-_ELEMENTWISE = frozenset(
-    """abs add add_any and clamp convert_element_type copy copy_p div eq exp exp2 expm1 ge gt integer_pow is_finite le
-    log log1p logistic lt max min mul name ne neg not optimization_barrier or pow pvary reduce_precision rsqrt select_n
-    sharding_constraint sign sqrt square stop_gradient sub tanh xor""".split()
-)
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
-# Primitives that change only the layout of an array.
-_LAYOUT = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name", "pvary"})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Array:
-    """An array of the jaxpr, with the axes of the logits and the features in the order in which it stores them."""
-
-    value: Value
-    axes: Axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,17 +106,13 @@ class Attention:
     def region(self) -> Region:
         """Returns the attention as calls of the forward and the backward operation."""
         inputs = tuple(x.value for x in (self.q, self.k, self.v))
-        params = tuple(
-            (name, x) for name, x in (("scale", self.scale), ("softcap", self.softcap)) if x is not None
-        )
+        params = tuple((name, x) for name, x in (("scale", self.scale), ("softcap", self.softcap)) if x is not None)
         results = () if self.out is None else (self.out.value,)
         stages = [Stage(None, self.problem, params, inputs, results, self._forward)]
         if self.d_out is not None:
             problem = backward_problem(self.problem)
             gradients = tuple(x.value for x in (self.dq, self.dk, self.dv) if x is not None)
-            backward = Stage(
-                FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward
-            )
+            backward = Stage(FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward)
             stages.append(backward)
         return Region(tuple(stages), self.roots, self.shown)
 
@@ -155,7 +140,8 @@ class Attention:
         order = self._order(array)
         x = jnp.reshape(x, [extent for extent, _ in order])
         x = jnp.transpose(x, [order.index(axis) for axis in array.axes])
-        return jnp.reshape(x, array.value.shape).astype(array.value.dtype)
+        x = jnp.reshape(x, array.value.shape).astype(array.value.dtype)
+        return x if array.factor == 1.0 else x * jnp.asarray(array.factor, x.dtype)
 
     def _order(self, array: Array) -> Axes:
         keys = self._by_key(array)
@@ -196,7 +182,7 @@ def recognise(node: Node) -> Recognised | None:
     if node.name != "dot_general":
         return None
     for side in (0, 1):
-        divided = _origin(node.inputs[side]).by("div", "mul")
+        divided = origin(node.inputs[side]).by("div", "mul")
         exps = [] if divided is None else [each for x in divided.inputs if (each := strip(x).by("exp")) is not None]
         for exp in exps:
             found = _attention(exp)
@@ -209,11 +195,11 @@ def recognise(node: Node) -> Recognised | None:
 
 def _attention(exp: Node) -> Attention | Left | None:
     """Returns the attention with this exponential; None if there is none."""
-    logits = _logits(exp.inputs[0])
+    logits = logits_of(exp.inputs[0])
     if logits is None:
         return None
-    labels = _Labels(logits.product)
-    softmax = _softmax(exp, labels)
+    labels = Labels(logits.product)
+    softmax = softmax_of(exp, labels)
     if softmax is None:
         return None
     products = list(labels.products())
@@ -249,302 +235,36 @@ def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Le
 
 
 # ------------------------------------------------------------------------------
-# The axes of the logits, in all arrays computed from them.
-
-
-class _Labels:
-    """The arrays computed from the first product, up to other products, with the axes of the logits in each.
-
-    Args:
-      product: ``q k^T``. Its axes are numbered.
-    """
-
-    def __init__(self, product: Node) -> None:
-        out = product.results[0]
-        self._axes: dict[int, tuple[Axes, ...]] = {}
-        self._values: list[Value] = []
-        self._add(out, tuple(((n, i),) if n > 1 else () for i, n in enumerate(out.shape)))
-        for value in self._values:  # grows meanwhile
-            for node in _users(value):
-                for result, axes in zip(node.results, self._carried(node), strict=True):
-                    if axes is not None and any(axes) and id(result) not in self._axes:
-                        self._add(result, axes)
-
-    def _add(self, value: Value, axes: tuple[Axes, ...]) -> None:
-        self._axes[id(value)] = axes
-        self._values.append(value)
-
-    def of(self, value: Value) -> tuple[Axes, ...] | None:
-        """Returns the axes of the logits that each axis of an array combines; None if they are not known."""
-        return self._axes.get(id(value))
-
-    def products(self) -> Iterator[_Product]:
-        """Yields the products with one operand that is computed from the logits."""
-        seen = set[int]()
-        for node in (user for value in self._values for user in _users(value)):
-            if node.name == "dot_general" and id(node) not in seen:
-                seen.add(id(node))
-                if (found := self._product(node)) is not None:
-                    yield found
-
-    def _carried(self, node: Node) -> list[tuple[Axes, ...] | None]:
-        known = [(x, self._axes[id(x)]) for x in node.inputs if id(x) in self._axes]
-        if node.name in _ELEMENTWISE:
-            return [next((axes for x, axes in known if x.shape == result.shape), None) for result in node.results]
-        value, axes = known[0]
-        carried: tuple[Axes, ...] | None = None
-        if node.name == "transpose":
-            carried = tuple(axes[i] for i in node.params["permutation"])
-        elif node.name in _REDUCTIONS:
-            carried = tuple(each for i, each in enumerate(axes) if i not in node.params["axes"])
-        elif node.name == "broadcast_in_dim":
-            carried = _broadcast(value.shape, axes, node.results[0].shape, node.params["broadcast_dimensions"])
-        elif node.name in ("reshape", "squeeze", "expand_dims"):
-            carried = _reshaped([axis for each in axes for axis in each], node.results[0].shape)
-        return [carried] + [None] * (len(node.results) - 1)
-
-    def _product(self, node: Node) -> _Product | None:
-        known = [i for i in (0, 1) if self.of(node.inputs[i]) is not None]
-        if len(known) != 1:
-            return None
-        (side,) = known
-        mine, other = self._axes[id(node.inputs[side])], node.inputs[1 - side]
-        contract, batch = node.params["dimension_numbers"]
-        theirs: dict[int, Axes] = {}
-        for dims in (contract, batch):
-            theirs |= {j: mine[i] for i, j in zip(dims[side], dims[1 - side], strict=True)}
-        free = [mine[i] for i in range(len(mine)) if i not in (*contract[side], *batch[side])]
-        features = [j for j in range(len(other.shape)) if j not in theirs]
-        if sum(other.shape[j] > 1 for j in features) > 1:
-            return None
-        theirs |= {j: ((other.shape[j], FEATURES),) if other.shape[j] > 1 else () for j in features}
-        of_features = [theirs[j] for j in features]
-        out = (mine[i] for i in batch[side]), *((free, of_features) if side == 0 else (of_features, free))
-        return _Product(
-            node,
-            node.inputs[side],
-            _joined(mine[i] for i in contract[side]),
-            Array(other, _joined(theirs[j] for j in range(len(other.shape)))),
-            Array(node.results[0], _joined(each for part in out for each in part)),
-        )
-
-
-def _joined(axes: Iterable[Axes]) -> Axes:
-    return tuple(axis for each in axes for axis in each)
-
-
-def _users(value: Value) -> list[Node]:
-    return [] if value.node is None else [user for user in value.node.users if any(x is value for x in user.inputs)]
-
-
-def _broadcast(
-    before: Sequence[int], axes: Sequence[Axes], shape: Sequence[int], dims: Sequence[int]
-) -> tuple[Axes, ...]:
-    found: list[Axes] = [()] * len(shape)
-    for i, at in enumerate(dims):
-        if before[i] == shape[at]:
-            found[at] = axes[i]
-    return tuple(found)
-
-
-def _reshaped(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axes, ...] | None:
-    """Returns the axes that each axis of the new shape combines; None if an axis is divided."""
-    rest, found = list(axes), list[Axes]()
-    for extent in shape:
-        taken: list[Axis] = []
-        while math.prod(n for n, _ in taken) < extent and rest:
-            taken.append(rest.pop(0))
-        if taken and math.prod(n for n, _ in taken) != extent:
-            return None
-        found.append(tuple(taken))
-    return None if rest else tuple(found)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Product:
-    """A product with one operand that is computed from the logits.
-
-    Attributes:
-      operand: that operand.
-      contracted: the axes of the logits that are summed over.
-      other: the other operand.
-      out: the result.
-    """
-
-    node: Node
-    operand: Value
-    contracted: Axes
-    other: Array
-    out: Array
-
-
-# ------------------------------------------------------------------------------
-# The forward pass: logits, and their softmax.
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Logits:
-    """The argument of an exponential.
-
-    Attributes:
-      product: ``q k^T``.
-      steps: the equations after the product, the last one first.
-    """
-
-    product: Node
-    steps: tuple[Node, ...] = ()
-
-
-def _logits(value: Value) -> _Logits | None:
-    """Returns the product that an array is computed from by steps that attention takes; None if there is none."""
-    steps: list[Node] = []
-    while True:
-        node = strip(value).node
-        if node is None:
-            return None
-        if node.name == "dot_general":
-            return _Logits(node, tuple(steps))
-        if node.name in ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "tanh"):
-            value = node.inputs[0]
-        elif node.name in ("sub", "mul", "div", "add", "select_n"):
-            before = [x for x in node.inputs if x.shape == node.results[0].shape and _reaches_product(x)]
-            if len(before) != 1:
-                return None
-            value = before[0]
-        else:
-            return None
-        steps.append(node)
-
-
-def _reaches_product(value: Value) -> bool:
-    """Returns whether an array of logits is computed from a product, and not from statistics of its rows."""
-    while (node := strip(value).node) is not None:
-        if node.name == "dot_general":
-            return True
-        if node.name not in ("transpose", "reshape", "sub", "mul", "div", "add", "select_n", "tanh", "squeeze"):
-            return node.name in ("broadcast_in_dim", "expand_dims") and _is_same_size(node) and (
-                _reaches_product(node.inputs[0])
-            )
-        same_shape = [x for x in node.inputs if math.prod(x.shape) == math.prod(node.results[0].shape)]
-        reaching = [x for x in same_shape if x.literal is None]
-        if len(reaching) != 1:
-            return any(_reaches_product(x) for x in reaching)
-        value = reaching[0]
-    return False
-
-
-def _is_same_size(node: Node) -> bool:
-    return math.prod(node.inputs[0].shape) == math.prod(node.results[0].shape)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Softmax:
-    """Probabilities, and the axis of keys along which they sum to one."""
-
-    exp: Node
-    probabilities: Value
-    key: Axis
-
-
-def _softmax(exp: Node, labels: _Labels) -> _Softmax | None:
-    exponential = exp.results[0]
-    if (axes := labels.of(exponential)) is None:
-        return None
-    for value in _casts_below(exponential):
-        for node in _users(value):
-            if (total := _total(node, value)) is None or (found := reduced(total, "reduce_sum")) is None:
-                continue
-            summed, axis = found
-            if same(summed, exponential) and len(axes[axis]) == 1 and _less_of_rows(exp, labels, axes[axis][0]):
-                return _Softmax(exp, node.results[0], axes[axis][0])
-    return None
-
-
-def _casts_below(value: Value) -> list[Value]:
-    found = [value]
-    for each in found:  # grows meanwhile
-        found += [user.results[0] for user in _users(each) if user.name in ("convert_element_type", "stop_gradient")]
-    return found
-
-
-def _total(node: Node, value: Value) -> Value | None:
-    """Returns the array that `node` divides `value` by; None if it does not."""
-    if node.name == "div" and node.inputs[0] is value:
-        return node.inputs[1]
-    if node.name == "mul":
-        (other,) = [x for x in node.inputs if x is not value] or [None]
-        inverse = None if other is None else _origin(other).by("div", "integer_pow")
-        if inverse is not None and inverse.name == "div" and number(inverse.inputs[0]) == 1.0:
-            return inverse.inputs[1]
-        if inverse is not None and inverse.name == "integer_pow" and inverse.params["y"] == -1:
-            return inverse.inputs[0]
-    return None
-
-
-def _less_of_rows(exp: Node, labels: _Labels, key: Axis) -> bool:
-    """Returns whether the exponent is the logits, less at most a number per row."""
-    less = strip(exp.inputs[0]).by("sub")
-    if less is None:
-        return True
-    axes = labels.of(less.inputs[1])
-    return number(less.inputs[1]) is not None if axes is None else key not in _joined(axes)
-
-
-def _origin(value: Value) -> Value:
-    """Returns the array before casts and changes of its layout."""
-    while (node := strip(value).node) is not None and node.name in (*_LAYOUT, "broadcast_in_dim"):
-        value = node.inputs[0]
-    return strip(value)
-
-
-def root(value: Value, dtype: Any) -> Value:
-    """Returns the array that `value` is a layout of, in a dtype at least as narrow as `dtype`."""
-    while (node := value.node) is not None:
-        if node.name == "convert_element_type":
-            before = node.inputs[0]
-            if not _is_widened(before.dtype, value.dtype) or not _is_widened(dtype, before.dtype):
-                return value
-        elif node.name not in _LAYOUT:
-            return value
-        value = node.inputs[0]
-    return value
-
-
-def _is_widened(before: Any, after: Any) -> bool:
-    """Returns whether a cast keeps all values."""
-    before, after = jnp.dtype(before), jnp.dtype(after)
-    return before == after or bool(
-        jnp.issubdtype(before, jnp.floating)
-        and jnp.issubdtype(after, jnp.floating)
-        and jnp.promote_types(before, after) == after
-    )
-
-
-# ------------------------------------------------------------------------------
 # The problem, its operands and its results.
 
 
-def _parsed(logits: _Logits, labels: _Labels, softmax: _Softmax, products: Sequence[_Product]) -> Attention:
+def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence[Product]) -> Attention:
     product, key = logits.product, softmax.key
     k_side = _side_of(product, key)
     q, k = (_operand(product, side) for side in (1 - k_side, k_side))
+    q, of_q = _unscaled(q, k)
+    k, of_k = _unscaled(k, q)
     batch_axes = [axis for axis in q.axes if axis in k.axes and axis[1] != FEATURES]
     free = [axis for axis in q.axes if axis not in k.axes and axis[1] != FEATURES]
     if [axis for axis in k.axes if axis not in (*batch_axes, key) and axis[1] != FEATURES]:
         raise Unknown("keys have several axes")
-    scale, softcap = _scaling(logits)
+    scale, softcap = _scaling(logits, of_q * of_k)
     query, seen = _query(logits, labels, free, key)
     group = tuple(axis for axis in free if axis != query)
     roles = _roles(softmax, products, key, {*free})
     of_logits = _gradient_product(roles, product)
     v, d_out = _values_and_cotangent(roles, of_logits, labels, key)
-    out, dv = (None if roles[name] is None else roles[name].out for name in ("out", "dv"))  # type: ignore[union-attr]
-    dq, dk = (None if roles[name] is None else roles[name].out for name in ("dq", "dk"))  # type: ignore[union-attr]
+    out, dq, dk, dv = (None if each is None else each.out for each in roles.values())
+    if softmax.total is not None:
+        out = None if out is None else _divided(out, softmax.total)
+        d_out = None if d_out is None else _before_division(d_out, softmax.total)
+    dq = None if dq is None else dataclasses.replace(dq, factor=1 / of_q)
+    dk = None if dk is None else dataclasses.replace(dk, factor=1 / of_k)
     differentiated = any(x is not None for x in (dq, dk, dv))
     lead, heads = _batch_and_heads(q, batch_axes, query)
     dtype = _dtype(q, k, v)
     _check_precision((product, *(role.node for role in roles.values() if role is not None)), dtype)
-    if out is not None and not differentiated and not _is_rounded(out.value, dtype):
+    if out is not None and not _is_rounded(out.value, dtype):
         raise Unknown(f"its result stays in {out.value.dtype}, and a kernel rounds it to {dtype}")
     extents = {"head_dim": q, "head_dim_v": v}
     sizes = {name: next((n for n, at in x.axes if at == FEATURES), 1) for name, x in extents.items()}
@@ -558,11 +278,12 @@ def _parsed(logits: _Logits, labels: _Labels, softmax: _Softmax, products: Seque
             kv_heads=math.prod(n for n, _ in heads),
             causal=right == 0,
             window_left=-1 if left is None else left,
-            window_right=-1 if not right else right,
+            window_right=right or -1,
             softcap=softcap is not None,
             dtype=dtype,
             return_lse=differentiated,
-            **sizes,
+            head_dim=sizes["head_dim"],
+            head_dim_v=sizes["head_dim_v"],
         )
     except ValueError as error:
         raise Unknown(str(error)) from None
@@ -585,7 +306,8 @@ def _parsed(logits: _Logits, labels: _Labels, softmax: _Softmax, products: Seque
         dv=dv,
         shown=(product, softmax.exp),
     )
-    allowed = [product] if of_logits is None else [product, of_logits]
+    allowed = [product, *(role.node for role in (roles["out"],) if role is not None)]
+    allowed += [] if of_logits is None else [of_logits]
     equations_between([x.value for x in found.results], found.roots, allowed)
     return found
 
@@ -612,9 +334,50 @@ def _operand(product: Node, side: int) -> Array:
     return Array(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
 
 
-def _scaling(logits: _Logits) -> tuple[float, float | None]:
+def _unscaled(array: Array, other: Array) -> tuple[Array, float]:
+    """Returns an operand before a scalar factor in a wider dtype than that of the other operand, and the factor."""
+    node = strip(array.value).node
+    if node is None or node.name not in ("mul", "div") or _is_narrow(array.value, other.value):
+        return array, 1.0
+    for i, x in enumerate(node.inputs[: 2 if node.name == "mul" else 1]):
+        factor = _scalar(node.inputs[1 - i])
+        if factor and x.shape == array.value.shape and _is_narrow(x, other.value):
+            return Array(x, array.axes), factor if node.name == "mul" else 1 / factor
+    return array, 1.0
+
+
+def _is_narrow(value: Value, other: Value) -> bool:
+    return is_widened(_narrowest(value).dtype, _narrowest(other).dtype)
+
+
+def _divided(out: Array, total: Value) -> Array:
+    """Returns the result of a product with exponentials, divided by their sum."""
+    value, axes = out.value, out.axes
+    while True:
+        for user in users(value):
+            if user.name == "div" and user.inputs[0] is value and origin(user.inputs[1]) is total:
+                return Array(user.results[0], axes)
+        following = next((user for user in users(value) if user.name in (*LAYOUT, "convert_element_type")), None)
+        if following is None:
+            raise Unknown("its exponentials are used without a division by their sum")
+        found = below(following, axes)
+        value, axes = following.results[0], found
+
+
+def _before_division(cotangent: Array, total: Value) -> Array:
+    """Returns the cotangent of the result of a division, from the cotangent of the dividend."""
+    value, axes = cotangent.value, cotangent.axes
+    while (node := value.node) is not None and node.name in (*LAYOUT, "convert_element_type"):
+        axes = above(node, axes)
+        value = node.inputs[0]
+    if node is None or node.name != "div" or origin(node.inputs[1]) is not total:
+        raise Unknown("the cotangent of its result is not found")
+    return Array(node.inputs[0], axes)
+
+
+def _scaling(logits: Logits, factor_of_operands: float) -> tuple[float, float | None]:
     """Returns the scale and the softcap of the logits."""
-    scale, cap = 1.0, None
+    scale, cap = factor_of_operands, None
     for node in reversed(logits.steps):
         if node.name == "tanh":
             if cap is not None:
@@ -632,13 +395,13 @@ def _scaling(logits: _Logits) -> tuple[float, float | None]:
 
 def _scalar(value: Value) -> float | None:
     found = number(value)
-    if found is None and not strip(value).shape or math.prod(value.shape) == 1:
+    if (found is None and not strip(value).shape) or math.prod(value.shape) == 1:
         values = constant(value)
         found = None if values is None else float(values.reshape(()))
     return found
 
 
-def _query(logits: _Logits, labels: _Labels, free: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
+def _query(logits: Logits, labels: Labels, free: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
     """Returns the axis of queries, and the keys that each query sees.
 
     If masks do not tell, the longest axis is that of queries, and the others are query heads of one key head.
@@ -653,8 +416,8 @@ def _query(logits: _Logits, labels: _Labels, free: Sequence[Axis], key: Axis) ->
     raise error
 
 
-def _bands(logits: _Logits, labels: _Labels, query: Axis, key: Axis) -> Iterator[Band]:
-    names = {(query,): "query", (key,): "key"}
+def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis) -> Iterator[Band]:
+    names: dict[Axes, str] = {(query,): "query", (key,): "key"}
     steps = logits.steps[1:] if logits.steps and logits.steps[0].name == "sub" else logits.steps
     for node in steps:
         axes = [names.get(each) for each in labels.of(node.results[0]) or ()]
@@ -665,7 +428,7 @@ def _bands(logits: _Logits, labels: _Labels, query: Axis, key: Axis) -> Iterator
             which = node.inputs[0]
             yield band(which, hidden.index(False) == 1, axes if which.shape else ())
         elif node.name in ("add", "sub"):
-            (bias,) = [x for x in node.inputs if labels.of(x) is None] or [None]
+            bias = next((x for x in node.inputs if labels.of(x) is None), None)
             if bias is None or node.name == "sub":
                 raise Unknown("an array is added to its logits")
             yield bias_band(bias, axes)
@@ -677,17 +440,15 @@ def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None
     return left, None if seen.right is None or seen.right >= kv_len - 1 else seen.right
 
 
-def _roles(
-    softmax: _Softmax, products: Sequence[_Product], key: Axis, rows: set[Axis]
-) -> dict[str, _Product | None]:
+def _roles(softmax: Softmax, products: Sequence[Product], key: Axis, rows: set[Axis]) -> dict[str, Product | None]:
     """Attributes the products by the axes that they contract.
 
     Raises:
       Unknown: two products have the same role.
     """
-    roles: dict[str, _Product | None] = dict.fromkeys(("out", "dq", "dk", "dv"))
+    roles: dict[str, Product | None] = dict.fromkeys(("out", "dq", "dk", "dv"))
     for product in products:
-        weights = _origin(product.operand) is strip(softmax.probabilities)
+        weights = origin(product.operand) is strip(softmax.probabilities)
         if set(product.contracted) == {key}:
             role = "out" if weights else "dq"
         elif set(product.contracted) == rows:
@@ -700,14 +461,16 @@ def _roles(
     return roles
 
 
-def _gradient_product(roles: Mapping[str, _Product | None], product: Node) -> Node | None:
+def _gradient_product(roles: Mapping[str, Product | None], product: Node) -> Node | None:
     """Returns ``d_out v^T``, the cotangent of the probabilities; None if no gradient needs it."""
     found: dict[int, Node] = {}
+    out = roles["out"]
     for name in ("dq", "dk"):
-        left, seen = ([roles[name].operand] if roles[name] is not None else []), set[int]()  # type: ignore[union-attr]
+        role, seen = roles[name], set[int]()
+        left = [] if role is None else [role.operand]
         while left:
             node = left.pop().node
-            if node is None or id(node) in seen or node is product:
+            if node is None or id(node) in seen or node is product or (out is not None and node is out.node):
                 continue
             seen.add(id(node))
             if node.name == "dot_general":
@@ -720,10 +483,9 @@ def _gradient_product(roles: Mapping[str, _Product | None], product: Node) -> No
 
 
 def _values_and_cotangent(
-    roles: Mapping[str, _Product | None], of_logits: Node | None, labels: _Labels, key: Axis
+    roles: Mapping[str, Product | None], of_logits: Node | None, labels: Labels, key: Axis
 ) -> tuple[Array, Array | None]:
-    v = None if roles["out"] is None else roles["out"].other
-    d_out = None if roles["dv"] is None else roles["dv"].other
+    v, d_out = (None if role is None else role.other for role in (roles["out"], roles["dv"]))
     if of_logits is not None and (v is None or d_out is None):
         axes = _axes_above(of_logits, labels)
         arrays = [_operand_of(of_logits, side, axes) for side in (0, 1)]
@@ -738,18 +500,18 @@ def _values_and_cotangent(
     return v, d_out
 
 
-def _axes_above(product: Node, labels: _Labels) -> tuple[Axes, ...]:
+def _axes_above(product: Node, labels: Labels) -> tuple[Axes, ...]:
     """Returns the axes of a product's result from an equation that combines the result with arrays of known axes."""
     value, permutations = product.results[0], list[Sequence[int]]()
     while True:
-        users = [user for user in _users(value) if user.results]
-        combined = next((u for u in users if u.name in _ELEMENTWISE and labels.of(u.results[0]) is not None), None)
+        after = [user for user in users(value) if user.results]
+        combined = next((u for u in after if elementwise(u) and labels.of(u.results[0]) is not None), None)
         if combined is not None:
             axes = labels.of(combined.results[0]) or ()
             for permutation in reversed(permutations):
                 axes = tuple(axes[permutation.index(i)] for i in range(len(permutation)))
             return axes
-        following = next((u for u in users if u.name in ("transpose", "convert_element_type", "mul", "div")), None)
+        following = next((u for u in after if u.name in ("transpose", "convert_element_type", "mul", "div")), None)
         if following is None:
             raise Unknown("the cotangents of its probabilities are computed in another way")
         if following.name == "transpose":
@@ -765,7 +527,7 @@ def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
     first = len(batch[0]) if side == 0 else len(out) - len(free)
     axes = {i: out[n] for n, i in enumerate(batch[side])} | {i: out[first + n] for n, i in enumerate(free)}
     axes |= {i: ((value.shape[i], FEATURES),) if value.shape[i] > 1 else () for i in contract[side]}
-    return Array(value, _joined(axes[i] for i in range(len(value.shape))))
+    return Array(value, joined(axes[i] for i in range(len(value.shape))))
 
 
 def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
@@ -795,13 +557,13 @@ def _dtype(*arrays: Array) -> str:
 def _narrowest(value: Value) -> Value:
     narrow = value
     for each in casts(_origin_of_layout(value)):
-        if _is_widened(each.dtype, narrow.dtype):
+        if is_widened(each.dtype, narrow.dtype):
             narrow = each
     return narrow
 
 
 def _origin_of_layout(value: Value) -> Value:
-    while value.node is not None and value.node.name in _LAYOUT:
+    while value.node is not None and value.node.name in LAYOUT:
         value = value.node.inputs[0]
     return value
 
@@ -817,8 +579,7 @@ def _is_rounded(value: Value, dtype: str) -> bool:
     """Returns whether all uses of an array round it to `dtype`, perhaps after a change of its layout."""
     if str(value.dtype) == dtype:
         return True
-    users = _users(value)
-    return bool(users) and all(
-        user.name in ("convert_element_type", *_LAYOUT) and _is_rounded(user.results[0], dtype) for user in users
+    after = users(value)
+    return bool(after) and all(
+        user.name in ("convert_element_type", *LAYOUT) and _is_rounded(user.results[0], dtype) for user in after
     )
-
