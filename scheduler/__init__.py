@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from scheduler.functions.optimize import optimize
     from scheduler.functions.plan import plan
     from scheduler.functions.problems import problems
+    from scheduler.functions.rewrite import rewrite
     from scheduler.functions.tune_function import tune_function
     from scheduler.measure.replay import Replay
     from scheduler.store.store import Store
@@ -62,6 +63,7 @@ __all__ = [
     "predict",
     "problems",
     "reload",
+    "rewrite",
     "target",
     "tune",
     "tune_function",
@@ -82,6 +84,7 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "autotune": "scheduler.decorator",
     "optimize": "scheduler.functions.optimize",
     "problems": "scheduler.functions.problems",
+    "rewrite": "scheduler.functions.rewrite",
     "Plan": "scheduler.core.plan",
     "plan": "scheduler.functions.plan",
     "tune_function": "scheduler.functions.tune_function",

@@ -15,16 +15,16 @@ from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
 from scheduler.dispatch import dispatch, planned
 from scheduler.dispatch.dispatch import ON_A_MESH, Options
-from scheduler.dispatch.primitive import tuned_call, tuned_call_p
-from scheduler.functions import comparison, equations, rewriting
+from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.functions import comparison, equations
 from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewriting import Rewriter, Rewritten, TunedCall
+from scheduler.functions.rewrite import with_tuned_calls
+from scheduler.functions.rewriting import Rewritten
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import OPERATIONS, load, lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.recognise import Region
 
 Run = functools.partial[Any]  # a compiled function with its arrays
 # Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
@@ -233,7 +233,7 @@ def lower_with_kernels(
     replaced: dict[Replaced, None] = {}
     left: collections.Counter[str] = collections.Counter()
     if regions_on is not None:
-        rewritten = _with_regions(traced.jaxpr, options, regions_on)
+        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on)
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
@@ -273,28 +273,9 @@ def lower_with_kernels(
     return Lowered(lowered, tuple(replaced), dict(left))
 
 
-def _with_regions(jaxpr: Any, options: Mapping[str, Options], platform: str) -> Rewritten:
-    def unless(operation: Operation[Any], problem: Problem) -> str | None:
-        try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
-        except NoCandidate as error:
-            return str(error)
-        reason = f"{found.kernel.backend} answers {operation.name} {problem}: {found.reason}"
-        return reason if found.kernel.library else None
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
-
-    def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        return rewriting.disagreement(region, calls, key=tuple(options.values()))
-
-    return Rewriter(unless, call, check).rewrite(jaxpr)
-
-
 def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
     for each in rewritten.replaced:
         for operation, problem in each.calls:
             found = dispatch.decide(operation, problem, platform, options[operation.name])
             schedule = schedule_text(dataclasses.asdict(found.schedule))
-            line = "" if each.line is None else f"{each.line.file}:{each.line.line}"
-            yield Replaced(operation.name, problem, found.kernel.backend, schedule, found.reason, line)
+            yield Replaced(operation.name, problem, found.kernel.backend, schedule, found.reason, each.source)

@@ -44,6 +44,16 @@ class Found:
     line: Call | None
     reason: str = ""
 
+    @property
+    def source(self) -> str:
+        """The line as ``file:line``; "" if unknown."""
+        return "" if self.line is None else f"{self.line.file}:{self.line.line}"
+
+    def __str__(self) -> str:
+        at = f"{self.source}: " if self.source else ""
+        calls = " and ".join(f"{operation.name} {problem}" for operation, problem in self.calls)
+        return f"{at}left to XLA: {self.reason}" if self.reason else f"{at}{calls}"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rewritten:

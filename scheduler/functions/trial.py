@@ -19,6 +19,7 @@ from scheduler.dispatch.dispatch import Options
 from scheduler.functions import ablation, comparison
 from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.comparison import Seconds
+from scheduler.functions.rewrite import lowering_platform
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -137,8 +138,6 @@ def _type_text(x: Any) -> str:
     return type(x).__name__
 
 
-# JAX's names of platforms of devices -> its names in lowering, where they differ.
-_PLATFORMS = {"gpu": "cuda"}
 # Reasons to use XLA's version without timing.
 SEVERAL_PROCESSES = (
     "each process of a job would decide for itself, and processes could differ: give them one plan (scheduler.plan)"
@@ -241,8 +240,7 @@ class Trial:
     def _platform(self) -> str | None:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
         devices = self.given.devices() or jax.local_devices()[:1]
-        platform: str = devices[0].platform
-        return (_PLATFORMS.get(platform, platform)) if len(devices) == 1 else None
+        return lowering_platform(devices[0]) if len(devices) == 1 else None
 
     def _try_both(self, lowered: Lowered, traced: Any, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()

@@ -1,0 +1,132 @@
+"""Replaces attention in a function by tuned calls before the function is differentiated: `rewrite()`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from scheduler.core.arguments import backends_of_each
+from scheduler.core.errors import NoCandidate
+from scheduler.dispatch import calls, dispatch, planned
+from scheduler.dispatch.calls import Backends
+from scheduler.dispatch.dispatch import OnMiss, Options
+from scheduler.dispatch.primitive import tuned_call
+from scheduler.functions import rewriting
+from scheduler.functions.rewriting import Found, Rewriter, Rewritten, TunedCall
+from search_spaces import OPERATIONS, jax_compat, load
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+from search_spaces.recognise import Region
+
+# JAX's names of platforms of devices -> its names in lowering, where they differ.
+_PLATFORMS = {"gpu": "cuda"}
+
+
+def lowering_platform(device: jax.Device) -> str:
+    """Returns the platform for which JAX lowers a program that runs on this device."""
+    platform: str = device.platform
+    return _PLATFORMS.get(platform, platform)
+
+
+def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) -> Rewritten:
+    """Replaces the regions of a closed jaxpr for which a kernel or a vendor's library is selected.
+
+    Each kind of region is compared with its equations on this device first.
+
+    Args:
+      options: operation name -> options for selecting its kernel.
+      platform: the platform of this process on which the calls run.
+
+    Raises:
+      CacheMiss: there is no record and the policy is "error".
+    """
+
+    def unless(operation: Operation[Any], problem: Problem) -> str | None:
+        try:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+        except NoCandidate as error:
+            return str(error)
+        reason = f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"
+        return reason if found.kernel.library else None
+
+    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
+        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
+
+    def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
+        return rewriting.disagreement(region, calls, key=(platform, *options.values()))
+
+    return Rewriter(unless, call, check).rewrite(jaxpr)
+
+
+def rewrite(
+    fn: Callable[..., Any], *, on_miss: OnMiss | None = None, backends: Backends | None = None
+) -> Callable[..., Any]:
+    """Returns `fn` with tuned calls in place of the attention that it computes by JAX's own operations.
+
+    The result is a function like `fn`: it can be differentiated, batched, jitted and scanned, and called with other
+    shapes. Apply it to the function that is differentiated: ``jax.value_and_grad(scheduler.rewrite(loss))``. The
+    backward pass is then a tuned call, too, and no scan saves probabilities. `scheduler.optimize` replaces attention
+    after differentiation, and needs no such change; use `rewrite` in libraries, and where several devices run `fn`.
+
+    Attention is a softmax between two products, with an optional scale, softcap, causal mask or window. Anything else
+    is left as it is: dropouts, biases, masks that depend on an argument. Each kind of attention is compared once with
+    the original equations on random inputs, on this device. `report` of the result lists what was found.
+
+    Args:
+      fn: a function of pytrees. Leaves that are no arrays are constants.
+      on_miss, backends: as in `scheduler.tuned_flash_attention`.
+
+    Raises:
+      ValueError: `on_miss` or `backends` is not a known value.
+    """
+    return RewrittenFunction(fn, on_miss, backends)
+
+
+class RewrittenFunction:
+    """A function with tuned calls, and the attention that was found in its traces."""
+
+    def __init__(self, fn: Callable[..., Any], on_miss: OnMiss | None, backends: Backends | None) -> None:
+        self._fn, self._on_miss = fn, on_miss
+        self._operations = [load(name) for name in OPERATIONS]
+        self._backends = backends_of_each(self._operations, backends)
+        self._found: dict[Found, None] = {}
+        self._options()  # raises errors in the arguments now
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) or hasattr(x, "dtype")]
+
+        def of_arrays(*arrays: Any) -> Any:
+            own = [*leaves]
+            for i, x in zip(places, arrays, strict=True):
+                own[i] = x
+            given, named = jax.tree.unflatten(tree, own)
+            return self._fn(*given, **named)
+
+        arrays = [leaves[i] for i in places]
+        if jax_compat.has_explicit_axes([x for x in arrays if isinstance(x, jax.Array)]):
+            return self._fn(*args, **kwargs)
+        closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        rewritten = with_tuned_calls(closed, self._options(), lowering_platform(jax.local_devices()[0]))
+        self._found |= dict.fromkeys(rewritten.found)
+        if rewritten.jaxpr is closed:
+            return self._fn(*args, **kwargs)
+        return jax.tree.unflatten(jax.tree.structure(results), core.jaxpr_as_fun(rewritten.jaxpr)(*arrays))
+
+    def report(self) -> str:
+        """Returns one line for each attention that was found: its source line, and what replaces it or why not."""
+        return "\n".join(map(str, self._found)) or "no attention was found"
+
+    def _options(self) -> dict[str, Options]:
+        target, plan = calls.target.value, planned.in_force()
+        return {
+            operation.name: dispatch.options(
+                operation, on_miss=self._on_miss, backends=backends, target=target, plan=plan
+            )
+            for operation, backends in zip(self._operations, self._backends, strict=True)
+        }

@@ -1,0 +1,208 @@
+"""Attention in functions of plain JAX: which is found, that what replaces it computes the same, and what is left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+import scheduler
+from scheduler.dispatch.primitive import library
+from scheduler.functions import rewriting
+from scheduler.functions.rewriting import Rewriter
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from attention_corpus import FORMS, Form, einsum, rewritten
+
+pytestmark = [pytest.mark.slow]
+
+SHAPE = (2, 64, 4, 16)
+
+
+def _qkv(dtype=jnp.float32, shape=SHAPE):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
+
+
+def _by_library(operation, problem, params, *operands):
+    return problem.pack(library(operation, problem, params, *operands))
+
+
+def _rewritten(fn, *args):
+    rewriter = Rewriter(lambda operation, problem: None, _by_library, rewriting.disagreement)
+    return rewriter.rewrite(jax.make_jaxpr(fn)(*args))
+
+
+def _reasons(fn, *args):
+    return [each.reason for each in _rewritten(fn, *args).found]
+
+
+def _is_close(expected, actual):
+    for right, got in zip(expected, actual, strict=True):
+        right, got = (np.asarray(x, np.float64) for x in (right, got))
+        assert np.linalg.norm(right - got) <= 0.03 * np.linalg.norm(right) + 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_attention_of_every_form_is_found_and_computes_the_same(form: Form):
+    closed = jax.jit(form.function).trace(*form.arguments).jaxpr
+    found = Rewriter(lambda operation, problem: None, _by_library, lambda region, calls: None).rewrite(closed)
+    if form.why_not:
+        assert [form.why_not in each.reason for each in found.found] == [True]
+        assert found.jaxpr is closed
+        return
+    assert [each.reason for each in found.found] == [""] * form.attention
+    leaves = jax.tree.leaves(form.arguments)
+    _is_close(*(jax.jit(core.jaxpr_as_fun(each))(*leaves) for each in (closed, found.jaxpr)))
+
+
+def test_most_of_the_corpus_is_found():
+    found = [not any(each.reason for each in rewritten(form)) for form in FORMS]
+    assert sum(found) / len(found) >= 0.9
+
+
+def softmax(logits):
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _with(change_logits=lambda s: s, weights=softmax, change=lambda p: p):
+    def attention(q, k, v):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        return jnp.einsum("bhts,bshd->bthd", change(weights(change_logits(logits))), v)
+
+    return attention
+
+
+def _off_by_one(s):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return e / (1 + e.sum(-1, keepdims=True))
+
+
+SEGMENTS = jnp.array([[0] * 40 + [1] * 24] * 2)
+LEFT_ALONE = {
+    "softmax with one more in the denominator": _with(weights=_off_by_one),
+    "softmax along the queries": _with(weights=lambda s: jax.nn.softmax(s, axis=-2)),
+    "probabilities that are squared": _with(change=lambda p: p * p),
+    "probabilities of a temperature per head": _with(lambda s: s * jnp.arange(1.0, 5.0)[:, None, None]),
+    "a negative scale": _with(lambda s: -s),
+    "a dropout": _with(change=lambda p: p * jax.random.bernoulli(jax.random.key(0), 0.9, p.shape)),
+    "a mask of random keys": _with(lambda s: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, s.shape), s, -1e9)),
+    "a mask of segments": _with(lambda s: jnp.where((SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None], s, -1e9)),
+    "a mask along the other diagonal": _with(lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:]))[::-1] > 0, s, -1e9)),
+    "a mask of small numbers": _with(lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:])) > 0, s, -3.0)),
+    "a bias": _with(lambda s: s + jnp.linspace(0, 1, s.shape[-1])),
+    "logits that are clipped": _with(lambda s: jnp.clip(s, -1, 1)),
+    "logits that are cubed": _with(lambda s: s**3),
+    "the probabilities as a second result": lambda q, k, v: (
+        _with()(q, k, v),
+        softmax(jnp.einsum("bthd,bshd->bhts", q, k)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_is_no_attention_is_left_alone(name):
+    operands = _qkv()
+    for fn in (LEFT_ALONE[name], jax.grad(lambda *args: sum(jnp.sum(x) for x in jax.tree.leaves(LEFT_ALONE[name](*args))))):
+        found = _rewritten(fn, *operands)
+        replaced = [each for each in found.found if not each.reason]
+        if "second result" in name and replaced:  # each is computed by itself, and the second does not need the first
+            _is_close(*(jax.tree.leaves(core.jaxpr_as_fun(x)(*operands)) for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr)))
+            continue
+        assert not replaced
+
+
+def test_the_loss_of_a_language_model_is_no_attention():
+    def loss(weights, x, labels):
+        logits = x @ weights
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+
+    args = jnp.ones((32, 64)), jnp.ones((4, 16, 32)), jnp.zeros((4, 16), jnp.int32)
+    assert _reasons(jax.grad(loss, argnums=(0, 1)), *args) == []
+
+
+def test_a_region_whose_calls_disagree_is_left_alone():
+    def wrong(operation, problem, params, *operands):
+        return jax.tree.map(lambda x: x * 1.05, _by_library(operation, problem, params, *operands))
+
+    found = Rewriter(lambda operation, problem: None, wrong, rewriting.disagreement).rewrite(
+        jax.make_jaxpr(lambda q, k, v: _with(lambda s: s * 0.3)(q, k, v))(*_qkv())
+    )
+    assert ["disagree with its equations" in each.reason for each in found.found] == [True]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_attention_computes_the_same(seed):
+    """Extents, layouts, scales, masks, softcaps and gradients are drawn."""
+    rng = np.random.default_rng(seed)
+    batch, heads, group, d, e = (int(rng.choice(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (8, 16), (8, 24)))
+    q_len, kv_len = int(rng.integers(2, 70)), int(rng.integers(2, 70))
+    letters = {"q": "btkgd", "k": "bskd", "v": "bske"}
+    orders = {name: "".join(rng.permutation(list(axes))) for name, axes in letters.items()}
+    extents = dict(zip("btkgsde", (batch, q_len, heads, group, kv_len, d, e), strict=True))
+    logits_order, out_order = ("".join(rng.permutation(list(axes))) for axes in ("bkgts", "btkge"))
+    scale, cap = float(rng.uniform(0.1, 1)), float(rng.choice([0, 5]))
+    left, right = int(rng.integers(0, 80)), int(rng.integers(0, 80))
+    masked = rng.random() < 0.7 and q_len <= kv_len
+
+    def attention(q, k, v):
+        s = jnp.einsum(f"{orders['q']},{orders['k']}->{logits_order}", q, k) * scale
+        s = cap * jnp.tanh(s / cap) if cap else s
+        if masked:
+            rows, columns = (
+                jax.lax.broadcasted_iota(jnp.int32, s.shape, logits_order.index(axis)) for axis in ("t", "s")
+            )
+            s = jnp.where((columns - rows <= right) & (rows - columns <= left), s, -1e30)
+        p = jax.nn.softmax(s, axis=logits_order.index("s"))
+        return jnp.einsum(f"{logits_order},{orders['v']}->{out_order}", p, v)
+
+    keys = jax.random.split(jax.random.key(seed), 3)
+    operands = [
+        jax.random.normal(key, [extents[axis] for axis in orders[name]]) for key, name in zip(keys, "qkv", strict=True)
+    ]
+    for fn in (attention, jax.grad(lambda *args: jnp.sum(jnp.sin(attention(*args))), argnums=(0, 1, 2))):
+        found = _rewritten(fn, *operands)
+        assert [each.reason for each in found.found] == [""]
+        _is_close(*(jax.tree.leaves(core.jaxpr_as_fun(x)(*operands)) for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr)))
+
+
+def test_optimize_replaces_attention_by_kernels_and_names_the_line():
+    def step(q, k, v):
+        return jax.value_and_grad(lambda *args: (einsum(*args) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    operands = _qkv(jnp.bfloat16, (1, 128, 4, 32))
+    optimized = scheduler.optimize(step, backends="interpret", keep="tuned")
+    _is_close(jax.tree.leaves(jax.jit(step)(*operands)), jax.tree.leaves(optimized(*operands)))
+    (decision,) = optimized.decisions
+    assert decision.kept == "tuned"
+    attention = [each for each in decision.replaced if each.line]
+    assert {each.operation for each in attention} == {"flash_attention", "flash_attention_backward"}
+    assert all("attention_corpus.py:" in each.line for each in attention)
+
+
+def test_rewrite_is_a_function_that_jax_transforms():
+    def loss(q, k, v, activation=jnp.sin):
+        def body(x, _):
+            return activation(einsum(x, k, v)), None
+
+        return jax.lax.scan(body, q, None, length=2)[0].sum()
+
+    tuned, operands = scheduler.rewrite(loss, backends="interpret"), _qkv(jnp.float32, (1, 128, 4, 32))
+    _is_close([loss(*operands)], [tuned(*operands)])
+    _is_close(jax.grad(loss, (0, 1, 2))(*operands), jax.jit(jax.grad(tuned, (0, 1, 2)))(*operands))
+    assert "flash_attention" in tuned.report()
+    assert "left to XLA" not in tuned.report()
+    saved = str(jax.make_jaxpr(jax.grad(tuned))(*operands))
+    assert "128,128]" not in saved.split("pallas_call")[0]
+    many = [jnp.stack([x, x]) for x in operands]
+    _is_close([jax.vmap(loss)(*many)], [jax.vmap(tuned)(*many)])
+
+
+def test_rewrite_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="on_miss"):
+        scheduler.rewrite(einsum, on_miss="never")
