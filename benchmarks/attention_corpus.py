@@ -299,11 +299,8 @@ def forms() -> tuple[Form, ...]:
                 name = f"{core.__name__} in {wrapped}{'scan' if scanned else 'layers'}"
                 calls = 1 if scanned else LAYERS
                 found.append(Form(name, model, (_weights(), _stream()), calls))
-                saved = scanned and not wrapped.startswith("remat")
-                why_not = "saves them" if saved else ""
-                twice = 1 + wrapped.startswith("remat")
-                step = Form(f"{name}, training step", _training(model), (_weights(), _stream()), calls * twice, why_not)
-                found.append(step)
+                calls *= 1 + wrapped.startswith("remat")
+                found.append(Form(f"{name}, training step", _training(model), (_weights(), _stream()), calls))
     mask = jnp.ones((BATCH, LENGTH), jnp.int32)
     found.append(Form("hf_bert with a mask", hf_bert, (*_qkv(), mask), why_not="depends on an argument"))
     found.append(Form("ALiBi", alibi, _qkv(), why_not="a bias"))

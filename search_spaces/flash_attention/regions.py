@@ -208,7 +208,9 @@ def _attention(exp: Node) -> Attention | Left | None:
     try:
         return _parsed(logits, labels, softmax, products)
     except Unknown as error:
-        return Left(str(error), logits.product)
+        # Without a product of the probabilities, it is a softmax over features, as of the loss of a language model.
+        weighted = any(origin(each.operand) is strip(softmax.probabilities) for each in products)
+        return Left(str(error), logits.product) if weighted else None
 
 
 def _live(graph: Graph, replaced: set[int]) -> set[int]:

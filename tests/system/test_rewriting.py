@@ -108,11 +108,19 @@ LEFT_ALONE = {
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_is_no_attention_is_left_alone(name):
     operands = _qkv()
-    for fn in (LEFT_ALONE[name], jax.grad(lambda *args: sum(jnp.sum(x) for x in jax.tree.leaves(LEFT_ALONE[name](*args))))):
+    for fn in (
+        LEFT_ALONE[name],
+        jax.grad(lambda *args: sum(jnp.sum(x) for x in jax.tree.leaves(LEFT_ALONE[name](*args)))),
+    ):
         found = _rewritten(fn, *operands)
         replaced = [each for each in found.found if not each.reason]
         if "second result" in name and replaced:  # each is computed by itself, and the second does not need the first
-            _is_close(*(jax.tree.leaves(core.jaxpr_as_fun(x)(*operands)) for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr)))
+            _is_close(
+                *(
+                    jax.tree.leaves(core.jaxpr_as_fun(x)(*operands))
+                    for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr)
+                )
+            )
             continue
         assert not replaced
 
@@ -168,7 +176,9 @@ def test_random_attention_computes_the_same(seed):
     for fn in (attention, jax.grad(lambda *args: jnp.sum(jnp.sin(attention(*args))), argnums=(0, 1, 2))):
         found = _rewritten(fn, *operands)
         assert [each.reason for each in found.found] == [""]
-        _is_close(*(jax.tree.leaves(core.jaxpr_as_fun(x)(*operands)) for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr)))
+        _is_close(
+            *(jax.tree.leaves(core.jaxpr_as_fun(x)(*operands)) for x in (jax.make_jaxpr(fn)(*operands), found.jaxpr))
+        )
 
 
 def test_optimize_replaces_attention_by_kernels_and_names_the_line():
