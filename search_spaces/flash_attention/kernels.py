@@ -19,7 +19,7 @@ from search_spaces.footprint import Footprint
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import MatchedEquation
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 
 class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):
@@ -153,7 +153,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
-        return interpret.refusal(target)
+        return not_interpreted(target)
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[InterpretedAttention]:
         return interpret.space(problem)

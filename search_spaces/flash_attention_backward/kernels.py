@@ -20,7 +20,7 @@ from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKer
 from search_spaces.operation import MatchedEquation
 from search_spaces.problem import Tolerance
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 
 class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
@@ -168,7 +168,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
-        return interpret.refusal(target)
+        return not_interpreted(target)
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[InterpretedAttention]:
         return interpret.space(problem)
