@@ -1,4 +1,4 @@
-"""The chip that a kernel is compiled for."""
+"""The chip that a kernel is compiled for, or interpreted on."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ class Target:
     kind: str
     architecture: str
     cores: int
+
+
+def not_interpreted(target: Target) -> str | None:
+    """Returns why Pallas's interpreter does not run on `target`, or None."""
+    return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"

@@ -2,7 +2,7 @@
 
     python examples/seeds/vector_width.py [--hardware h200] [--plot bandwidth.svg]
 
-Widths, sectors and times are those of the shipped kernel (`search_spaces/rowwise/hopper/halves.py`) by its footprint
+Widths, sectors and times are those of the shipped kernel (`search_spaces/rowwise/hopper/__init__.py`) by its footprint
 and the cost model; where a Hopper GPU is here, times are measured as well.
 """
 

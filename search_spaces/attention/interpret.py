@@ -16,7 +16,6 @@ from search_spaces.attention.xla import visible
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +29,6 @@ class InterpretedAttention:
 
     block_q: int
     block_kv: int
-
-
-def refusal(target: Target) -> str | None:
-    """Returns why Pallas's interpreter does not run on this target; None if it does."""
-    return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
 
 
 def space(p: AttentionProblem) -> Space[InterpretedAttention]:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.attention import left_out
-from search_spaces.attention.problem import SOFTCAP, AttentionProblem, Lengths
+from search_spaces.attention.problem import SOFTCAP, AttentionProblem, Lengths, fill_statistics, zero_keys, zero_queries
 from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def attention(
     minus infinity.
     """
     scale, of = p.default_scale() if scale is None else scale, p.lengths(lengths)
-    (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
+    (q,), (k, v) = zero_queries(p, of, q), zero_keys(p, of, k, v)
     q_block = max(1, min(p.q_len, MOST_FORMULA_LOGITS // (p.group * p.kv_len)))
     blocks = -(-p.q_len // q_block)
     q = jnp.pad(q, ((0, 0), (0, blocks * q_block - p.q_len), (0, 0), (0, 0)))
@@ -74,7 +73,7 @@ def attention(
     rows = blocks * q_block
     out = out.reshape(p.batch, p.kv_heads, blocks, p.group, q_block, p.value_dim).transpose(0, 2, 4, 1, 3, 5)
     lse = lse.reshape(p.batch, p.kv_heads, blocks, p.group, q_block).transpose(0, 1, 3, 2, 4)
-    (out,) = left_out.queries(p, of, out.reshape(p.batch, rows, p.heads, p.value_dim)[:, : p.q_len])
+    (out,) = zero_queries(p, of, out.reshape(p.batch, rows, p.heads, p.value_dim)[:, : p.q_len])
     return out, lse.reshape(p.batch, p.heads, rows)[..., : p.q_len]
 
 
@@ -89,9 +88,9 @@ def forward(
 
     Under JAX's own derivative, gradients are correct if no key or query that is left out has NaN (see `left_out`).
     """
-    (v,) = left_out.keys(p, of, v)
+    (v,) = zero_keys(p, of, v)
     out, lse = _forward(p, q, k, v, of, scale, softcap)
-    return *left_out.queries(p, of, out), lse
+    return *zero_queries(p, of, out), lse
 
 
 def _forward(
@@ -116,11 +115,11 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Computes dq, dk and dv of `operands`: q, k, v, the forward results and the cotangent of the first result."""
     q, k, v, out, lse, d_out = operands
-    (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
+    (q, d_out), (k, v) = zero_queries(p, of, q, d_out), zero_keys(p, of, k, v)
     delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
-    delta = left_out.statistics(p, of, delta if d_lse is None else delta - d_lse)
+    delta = fill_statistics(p, of, delta if d_lse is None else delta - d_lse)
     dq, dk, dv = _backward(p, (q, k, v, lse, delta, d_out), of, scale, softcap)
-    return *left_out.queries(p, of, dq), *left_out.keys(p, of, dk, dv)
+    return *zero_queries(p, of, dq), *zero_keys(p, of, dk, dv)
 
 
 def _backward(p: AttentionProblem, operands: Any, of: Lengths, scale: float, softcap: float) -> tuple[jax.Array, ...]:
@@ -147,7 +146,7 @@ def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scal
     """Runs `jax.nn.dot_product_attention`, but returns zeros for queries that see no key."""
     bounded = p.left is not None or (p.right is not None and not p.causal)
     left, right = p.q_len if p.left is None else p.left, p.kv_len if p.right is None else p.right
-    (v,) = left_out.keys(p, of, v)
+    (v,) = zero_keys(p, of, v)
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -158,7 +157,7 @@ def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scal
         key_value_seq_lengths=of.kv,
         local_window_size=(left, right) if bounded else None,
     )
-    return left_out.queries(p, of, out)[0]
+    return zero_queries(p, of, out)[0]
 
 
 def as_written_backward(
@@ -167,7 +166,7 @@ def as_written_backward(
     """Computes dq, dk and dv of `as_written`; gradients of elements that are left out are zeros."""
 
     def forward(q: Any, k: Any, v: Any) -> jax.Array:
-        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
+        (q,), (k, v) = zero_queries(p, of, q), zero_keys(p, of, k, v)
         return as_written(p, q, k, v, of, scale=scale)
 
     _, vjp = jax.vjp(forward, q, k, v)

@@ -13,8 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces import jax_compat
-from search_spaces.attention import left_out, xla
-from search_spaces.attention.problem import DTYPES, Bounds, Lengths, sharding_by_heads
+from search_spaces.attention import xla
+from search_spaces.attention.problem import (
+    DTYPES,
+    Bounds,
+    Lengths,
+    sharding_by_heads,
+    zero_keys,
+    zero_queries,
+)
 from search_spaces.flash_attention import kernels, regions
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.kernels import CudnnFlashAttention, InterpretedFlashAttention, XlaFlashAttention
@@ -113,7 +120,10 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
         out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf, xla.wide(q))
     else:
         scale = p.head_dim**-0.5 if how.scale is None else how.scale
-        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)  # avoids NaN in JAX's derivative
+        (q,), (k, v) = (
+            zero_queries(p, of, q),
+            zero_keys(p, of, k, v),
+        )  # avoids NaN in JAX's derivative
         out, lse = xla.forward(p, q, k, v, of, scale=scale, softcap=how.softcap or 1.0)
     out, lse = (out[0], lse[0]) if flat else (out, lse)
     return (out, lse) if how.return_lse else out

@@ -10,16 +10,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces import jax_compat
-from search_spaces.attention import cudnn, interpret, left_out, xla
+from search_spaces.attention import cudnn, interpret, xla
 from search_spaces.attention.cudnn import CudnnSchedule
 from search_spaces.attention.interpret import InterpretedAttention, logits, one_head, padded, seen
-from search_spaces.attention.problem import SOFTCAP, Lengths
+from search_spaces.attention.problem import SOFTCAP, Lengths, fill_statistics, zero_keys, zero_queries
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import MatchedEquation
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 
 class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):
@@ -92,9 +92,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
         softcap: float = SOFTCAP,
     ) -> Any:
         p, (q, k, v), of = problem, args[:3], problem.lengths(args)
-        k, v = left_out.keys(
-            p, of, k, v
-        )  # A copy of both, where there are lengths: nothing says what cuDNN multiplies.
+        k, v = zero_keys(p, of, k, v)  # A copy of both, where there are lengths: nothing says what cuDNN multiplies.
         out, lse = jax_compat.cudnn_attention(
             q,
             k,
@@ -105,8 +103,8 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
             window=cudnn.window(p),
             with_lse=p.return_lse,
         )
-        (out,) = left_out.queries(p, of, out)
-        return (out, left_out.statistics(p, of, lse, -jnp.inf)) if p.return_lse else out
+        (out,) = zero_queries(p, of, out)
+        return (out, fill_statistics(p, of, lse, -jnp.inf)) if p.return_lse else out
 
 
 def _lengths(p: FlashAttentionProblem, of: Lengths) -> tuple[Any, ...]:
@@ -155,7 +153,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
-        return interpret.refusal(target)
+        return not_interpreted(target)
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[InterpretedAttention]:
         return interpret.space(problem)
@@ -175,7 +173,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
         p, s = problem, schedule
         scale, softcap = _params(p, **params)
         q, k, v, *lengths = args
-        (v,) = left_out.keys(p, p.lengths(args), v)
+        (v,) = zero_keys(p, p.lengths(args), v)
         q, k, v = padded(q, 1, s.block_q), padded(k, 1, s.block_kv), padded(v, 1, s.block_kv)
         steps = k.shape[1] // s.block_kv
 

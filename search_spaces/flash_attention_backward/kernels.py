@@ -10,17 +10,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces import jax_compat
-from search_spaces.attention import cudnn, interpret, left_out, xla
+from search_spaces.attention import cudnn, interpret, xla
 from search_spaces.attention.cudnn import CudnnSchedule
 from search_spaces.attention.interpret import InterpretedAttention, dot, logits, one_head, padded, seen
-from search_spaces.attention.problem import SOFTCAP
+from search_spaces.attention.problem import SOFTCAP, fill_statistics, zero_keys, zero_queries
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import MatchedEquation
 from search_spaces.problem import Tolerance
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 
 class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
@@ -168,7 +168,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
-        return interpret.refusal(target)
+        return not_interpreted(target)
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[InterpretedAttention]:
         return interpret.space(problem)
@@ -190,16 +190,16 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
         block = _Block(p, s, p.default_scale() if scale is None else scale, softcap)
         q, k, v, out, lse, d_out, *rest = args
         of = p.lengths(args)
-        (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
+        (q, d_out), (k, v) = zero_queries(p, of, q, d_out), zero_keys(p, of, k, v)
         delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
-        delta = left_out.statistics(p, of, delta - rest[0] if p.lse_cotangent else delta)
+        delta = fill_statistics(p, of, delta - rest[0] if p.lse_cotangent else delta)
         lse = jnp.where(lse == -jnp.inf, 0.0, lse)
         by_row = [padded(x, 1, s.block_q) for x in (q, d_out)] + [padded(x, 2, s.block_q) for x in (lse, delta)]
         by_column = [padded(x, 1, s.block_kv) for x in (k, v)]
         lengths = rest[p.lse_cotangent :]
         dq = _dq(block, by_row, by_column, lengths)[:, : p.q_len]
         dk, dv = (x[:, : p.kv_len] for x in _dkv(block, by_row, by_column, lengths))
-        return *left_out.queries(p, of, dq), *left_out.keys(p, of, dk, dv)
+        return *zero_queries(p, of, dq), *zero_keys(p, of, dk, dv)
 
 
 class _Block:

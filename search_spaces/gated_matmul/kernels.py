@@ -20,7 +20,7 @@ from search_spaces.matmul.interpret import masked, tile_extents
 from search_spaces.matmul.tpu import Factor, TpuSchedule, footprint, launched, space, unsupported, vmem_limit
 from search_spaces.problem import Tolerance
 from search_spaces.space import Columns, Space, cdiv
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 from search_spaces.tpu import LANES
 
 
@@ -114,7 +114,7 @@ class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
-        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+        return not_interpreted(target)
 
     def space(self, problem: GatedMatmulProblem, target: Target) -> Space[InterpretSchedule]:
         p = problem

@@ -17,7 +17,7 @@ from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Arrays, nbytes
 from search_spaces.space import Columns, Space, cdiv
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
-        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+        return not_interpreted(target)
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[InterpretSchedule]:
         p = problem

@@ -22,7 +22,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Tolerance, as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem, batch, bind_rows, shard
 from search_spaces.space import Columns, Space
-from search_spaces.target import Target
+from search_spaces.target import Target, not_interpreted
 
 Statistics = tuple[jax.Array, ...]
 
@@ -182,7 +182,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: P, target: Target) -> str | None:
-        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+        return not_interpreted(target)
 
     def space(self, problem: P, target: Target) -> Space[InterpretedSchedule]:
         p = problem

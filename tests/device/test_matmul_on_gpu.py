@@ -124,7 +124,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from search_spaces.matmul import MatmulProblem
-from search_spaces.matmul.hopper.launch import split_bf16_3x
+from search_spaces.matmul.hopper import split_bf16_3x
 
 problem = MatmulProblem(1000, 1000, 1000, dtype="float32", precision="high", transpose_a=True)
 a, b = problem.inputs(seed=0)

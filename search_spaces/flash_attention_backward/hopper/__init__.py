@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention import left_out
-from search_spaces.attention.problem import SOFTCAP
+from search_spaces.attention.problem import SOFTCAP, fill_statistics, zero_queries
 from search_spaces.flash_attention_backward.hopper import kernel, separate_dq, space
 from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, scratch
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, FlashAttentionBackwardSchedule, Plan
@@ -94,7 +93,7 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         # With an infinite log-sum-exp, probabilities are 0: for padded queries, and for those that see no key.
         lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), (rows,), jnp.inf)
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-        delta = padded(left_out.statistics(p, p.lengths(args), delta), (rows,))
+        delta = padded(fill_statistics(p, p.lengths(args), delta), (rows,))
         q, d_out = (padded(x, (plan.q_rows, None, None)) for x in (q, d_out))
         k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
         lengths = [x for x in p.lengths(args) if x is not None]
@@ -111,7 +110,7 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
             dk, dv = _launch(plan, scale, softcap, k, v)(*lengths, q, k, v, d_out, lse, delta, sums)
             dq = sums[...]
         dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq
-        (dq,) = left_out.queries(p, p.lengths(args), dq[:, : p.q_len])
+        (dq,) = zero_queries(p, p.lengths(args), dq[:, : p.q_len])
         return (dq * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
 
 
