@@ -251,7 +251,7 @@ def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence
     if [axis for axis in k.axes if axis not in (*batch_axes, key) and axis[1] != FEATURES]:
         raise Unknown("keys have several axes")
     scale, softcap = _scaling(logits, of_q * of_k)
-    query, seen = _query(logits, labels, free, key)
+    query, seen = _query(logits, labels, _candidates(product, 1 - k_side, free), key)
     group = tuple(axis for axis in free if axis != query)
     roles = _roles(softmax, products, key, {*free})
     of_logits = _gradient_product(roles, product)
@@ -403,13 +403,29 @@ def _scalar(value: Value) -> float | None:
     return found
 
 
-def _query(logits: Logits, labels: Labels, free: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
-    """Returns the axis of queries, and the keys that each query sees.
+def _candidates(product: Node, q_side: int, free: Sequence[Axis]) -> list[Axis]:
+    """Returns the axes that may be that of queries, the likely one first.
 
-    If masks do not tell, the longest axis is that of queries, and the others are query heads of one key head.
+    If an axis of the queries follows their last axis of heads, its elements are the query heads of a key head.
+    Otherwise the longest axis is that of queries.
     """
+    contract, batch = product.params["dimension_numbers"]
+    value = product.inputs[q_side]
+    places = [i for i in range(len(value.shape)) if i not in (*contract[q_side], *batch[q_side])]
+    by_length = sorted(free, key=lambda axis: -axis[0])
+    if len(places) == 2 and batch[q_side] and max(batch[q_side]) + 1 in places:
+        numbers = {axis[1]: axis for axis in free}
+        first = len(batch[0]) if q_side == 0 else len(product.results[0].shape) - len(places)
+        (likely,) = (n for n, i in enumerate(places) if i != max(batch[q_side]) + 1)
+        query = numbers.get(first + likely, (1, NO_AXIS))
+        return [query, *(axis for axis in by_length if axis != query)]
+    return by_length or [(1, NO_AXIS)]
+
+
+def _query(logits: Logits, labels: Labels, candidates: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
+    """Returns the axis of queries, and the keys that each query sees: the first candidate that the masks allow."""
     error = None
-    for query in sorted(free, key=lambda axis: -axis[0]) or [(1, NO_AXIS)]:
+    for query in candidates:
         try:
             return query, functools.reduce(Band.__and__, _bands(logits, labels, query, key), Band())
         except Unknown as found:

@@ -258,17 +258,33 @@ def test_a_causal_mask_is_seen_however_it_is_written(mask):
 
 
 @pytest.mark.parametrize(
+    ("mask", "fields"),
+    [
+        (lambda s: jnp.where(positions(s)[0] <= positions(s)[1], s, -1e30), "window_left=0"),
+        (lambda s: jnp.where(positions(s)[0] + 1 >= positions(s)[1], s, -1e30), "window_right=1"),
+        (
+            lambda s: jnp.where(
+                (positions(s)[0] >= positions(s)[1]) & (positions(s)[0] < positions(s)[1] + 4), s, -1e30
+            ),
+            "causal=True window_left=3",
+        ),
+        (lambda s: 30 * jnp.tanh(s / 30), "softcap=True"),
+    ],
+)
+def test_a_window_and_a_softcap_are_fields_of_attention(mask, fields):
+    extents = "batch=2 q_len=16 kv_len=16 heads=4 kv_heads=4 head_dim=32"
+    found = suggested(lambda q, k, v: einsum_attention(q, k, v, mask), Q, Q, Q)
+    assert found == {f"flash_attention {extents} {fields} dtype=bfloat16": 1}
+
+
+@pytest.mark.parametrize(
     "mask",
     [
         lambda s: jnp.where(positions(s)[0] > positions(s)[1], s, -1e30),
-        lambda s: jnp.where(positions(s)[0] <= positions(s)[1], s, -1e30),
-        lambda s: jnp.where(positions(s)[0] + 1 >= positions(s)[1], s, -1e30),
-        lambda s: jnp.where((positions(s)[0] >= positions(s)[1]) & (positions(s)[0] < positions(s)[1] + 4), s, -1e30),
         lambda s: jnp.where(positions(s)[0] >= positions(s)[1], -1e30, s),
         lambda s: jnp.where(positions(s)[0] >= positions(s)[1], s, 0.0),
         lambda s: jnp.where(positions(s)[0] >= 2 * positions(s)[1], s, -1e30),
         lambda s: jnp.where(jnp.arange(4)[:, None, None] >= positions(s)[1], s, -1e30),
-        lambda s: 30 * jnp.tanh(s / 30),
         lambda s: s + jnp.sin(s),
     ],
 )
