@@ -27,7 +27,8 @@ def number(value: float | None, digits: int) -> str:
 
 def table(*titles: str, left: int) -> list[str]:
     """The head of a table whose first so many columns are words."""
-    return [line(*titles), line(*["---"] * left, *["---:"] * (len(titles) - left))]
+    rule = "|".join(["---"] * left + ["---:"] * (len(titles) - left))
+    return [line(*titles), f"|{rule}|"]
 
 
 def line(*cells: str) -> str:
