@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def text(words: str) -> list[str]:
     """A paragraph."""
     return [*textwrap.wrap(words, 118, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def in_place(document: str, program: str, lines: Sequence[str]) -> str:
+    """The document with these lines between the comments that name the program of benchmarks/."""
+    place = re.compile(rf"(?<=<!-- by benchmarks/{re.escape(program)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return place.sub(lambda _: "".join(f"{each}\n" for each in lines), document)
 
 
 def spread(shares: Iterable[float]) -> tuple[str, str]:

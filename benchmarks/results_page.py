@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness import RESULTS, ROOT, told
-from markdown_page import line, number, percent, spread, table, text
+from markdown_page import in_place, line, number, percent, spread, table, text
 
 from scheduler.core import codec
 from search_spaces import load
@@ -23,7 +23,6 @@ MOST_NAMED = 8  # problems that a result lacks
 LOSS = 0.98  # a table has every row whose ratio is below
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 TRIALS = ("4", "16", "64")
-PLACE = re.compile(r"(?<=<!-- by benchmarks/results_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ def main() -> None:
 
 def with_headline(document: str, results: Mapping[str, Result]) -> str:
     """The README with today's figures in their place."""
-    return PLACE.sub(lambda _: "".join(f"{row}\n" for row in _ratios(results)), document)
+    return in_place(document, "results_page.py", list(_ratios(results)))
 
 
 def _ratios(results: Mapping[str, Result]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command_line_page
 import results_page
 
 pytestmark = pytest.mark.one_jax
@@ -77,6 +78,16 @@ def test_commands_that_a_document_names_exist(path):
     # A command's name follows at the start of a line or of a code span; elsewhere it is prose.
     named = re.findall(r"(?:^|`)tile-scheduler ([a-z-]+)", (ROOT / path).read_text(), re.MULTILINE)
     assert set(named) <= set(typer.main.get_command(app).commands)
+
+
+def test_the_page_of_the_command_line_is_that_of_its_code():
+    page = command_line_page.PAGE.read_text()
+    assert command_line_page.with_commands(page) == page, "run: python benchmarks/command_line_page.py"
+    commands = typer.main.get_command(app).commands
+    assert set(command_line_page.PAGES) <= set(commands)
+    options = {each.opts[0] for command in commands.values() for each in command.params}
+    assert options >= command_line_page.SHARED
+    assert all(f"`{option}`" in page for option in options if option.startswith("--"))
 
 
 def anchors(text):
