@@ -28,18 +28,15 @@ def with_chips(document: str, records: Sequence[Record]) -> str:
 
 
 def chips(records: Sequence[Record]) -> list[str]:
-    """A row for each chip of the table."""
+    """A row for each chip of the table; chips that differ in name only share a row."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for row in coverage(records):
+        chip = row.hardware.kind if not row.hardware.names else f"{row.hardware.names[0]} ({row.hardware.kind})"
+        found = (row.kernels_text or "none: XLA alone", row.records_text or "none", f"{row.unasked_text} answers")
+        names.setdefault(found, []).append(chip)
     return [
         *table("chip", "Pallas kernels", "shipped records", "without a record", left=4),
-        *(
-            line(
-                row.hardware.kind if not row.hardware.names else f"{row.hardware.names[0]} ({row.hardware.kind})",
-                row.kernels_text or "none: XLA alone",
-                row.records_text or "none",
-                f"{row.unasked_text} answers",
-            )
-            for row in coverage(records)
-        ),
+        *(line(", ".join(chips), *found) for found, chips in names.items()),
     ]
 
 
