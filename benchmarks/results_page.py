@@ -74,10 +74,10 @@ def page(results: Mapping[str, Result]) -> str:
         "",
         *text(
             "Written by `python benchmarks/results_page.py`; do not edit. Each section names its file in "
-            "`benchmarks/results/`, which has every row, the command and the environment; the program of the same name "
-            f"in `benchmarks/` wrote it. Tables show the worst row, all others below {LOSS}, the median and the best. "
-            "A ratio above 1 means that ours is faster. Times are microseconds of kernels on the device, with operands "
-            "out of the cache unless the file says `warm` ([measuring](measuring.md)). Summary: [README](../README.md)."
+            "`benchmarks/results/` (all rows, command, environment), chip, date and commit. The program of the same "
+            f"name in `benchmarks/` wrote it. Tables show the worst row, others below {LOSS}, the median and the best. "
+            "A ratio above 1 means that ours is faster. Times are microseconds on the device, operands out of the "
+            "cache unless the file says `warm` ([measuring](measuring.md)). Summary: [README](../README.md)."
         ),
         *_matmul(of["matmul"]),
         *_fused(of["fused"]),
@@ -382,7 +382,7 @@ def _source(name: str, result: Result) -> Iterator[str]:
     made = result["environment"]
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
-    yield f"`{name}.json`: {_chip(result)}, jax {made['jax']}{when}, commit {commits}."
+    yield f"`{name}.json`: {_chip(result).removeprefix('NVIDIA ')}, jax {made['jax']}{when}, {commits}."
     if missing := made.get("missing"):
         many = len(missing) > MOST_NAMED
         yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."
