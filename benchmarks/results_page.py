@@ -106,11 +106,10 @@ def _matmul(result: Result) -> Iterator[str]:
     rows = result["rows"]
     yield from _section("Matrix products", "matmul-nvidia-h200", result)
     yield from text(
-        "*Roofline*: the larger of flops / 989 TFLOP/s (bfloat16) and bytes / 4.8 TB/s. *Answer*: what `tuned_matmul` "
-        "runs, the faster of XLA and the best Pallas schedule of up to 64 trials. *JAX's*: the best of 64 random "
-        "schedules of `hopper_matmul_mgpu`, empty where that kernel cannot run. Pallas alone is slower than XLA on "
-        f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems. "
-        "The dtype is bfloat16 unless named."
+        "*Roofline*: the larger of flops / 989 TFLOP/s and bytes / 4.8 TB/s. *Pallas*: the best schedule of up to 64 "
+        "trials. *Answer*: the faster of XLA and Pallas, which `tuned_matmul` runs. *JAX's*: the best of 64 random "
+        "schedules of `hopper_matmul_mgpu`, empty where it cannot run. Pallas alone is slower than XLA on "
+        f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems. bfloat16 unless named."
     )
     titles = ("problem", "from", "roofline", "XLA", "JAX's", "Pallas", "answer", "XLA / Pallas", "XLA / answer")
     yield from table(*titles, left=2)
@@ -177,10 +176,10 @@ def _quality(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("The model and the search", "search_quality-nvidia-h200", result)
     yield from text(
-        f"From recorded sweeps of {s['shapes']} matmuls ([limits]"
-        "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). Figures are shares of the speed of "
-        "the fastest schedule in the sweep's second pass: the median over seeds for each shape, then the median and "
-        f"the worst shape. The best schedule of the first pass reaches {s['noise_ceiling_worst']:.3f} at worst."
+        f"From sweeps of {s['shapes']} matmuls ([limits]"
+        "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)): shares of the speed of the fastest "
+        "schedule in the second pass, median over seeds, then median and worst shape. The best schedule of the first "
+        f"pass reaches {s['noise_ceiling_worst']:.3f} at worst."
     )
     yield from table("", "median", "worst", left=1)
     columns = {
@@ -243,10 +242,10 @@ def _attention(result: Result) -> Iterator[str]:
     yield from _section("Attention", "attention-nvidia-h200", result)
     yield from text(
         "*Pallas*: the best schedule of up to 12 trials. *Model*: the cost model's first choice. A process that chose "
-        "none timed all in turns. Rates: TFLOP/s of visible pairs of queries and keys, TB/s in decoding (one query). "
-        "Geometric means against cuDNN: "
+        "none timed all. Rates: TFLOP/s of visible pairs, TB/s in decoding (one query). Against cuDNN: "
         f"{s['pallas_vs_cudnn_geomean']:.3f} forward ({s['causal_vs_cudnn_geomean']:.3f} causal), "
-        f"{s['backward_vs_cudnn_geomean']:.3f} backward. Worst: {s['pallas_vs_cudnn_worst']:.3f} forward, "
+        f"{s['backward_vs_cudnn_geomean']:.3f} backward in the geometric mean; at worst "
+        f"{s['pallas_vs_cudnn_worst']:.3f} forward, "
         f"{s['backward_vs_cudnn_worst']:.3f} backward, {s['decode_vs_cudnn_worst']:.3f} decoding. Against tokamax, "
         f"forward without decoding: {s['pallas_vs_tokamax_geomean']:.3f}, at worst "
         f"{s['pallas_vs_tokamax_worst']:.3f}. {len(rows)} points, bfloat16 unless named."
@@ -267,9 +266,8 @@ def _attention(result: Result) -> Iterator[str]:
 def _layers(result: Result) -> Iterator[str]:
     yield from _section("Whole layers", "layer-nvidia-h200", result)
     yield from text(
-        "Wall time of a layer under sustained load, in turns: plain jnp with cuDNN's attention, a plan, tuned calls by "
-        "their records, and `optimize` of the plain code. *Error*: the plan's distance from the model in float32, over "
-        "that of jnp."
+        "Wall time under sustained load, in turns, of plain jnp with cuDNN's attention, a plan, tuned calls by their "
+        "records, and `optimize` of the plain code. *Error*: the plan's distance from float32, over that of jnp."
     )
     names = ("jnp", "plan", "tuned", "optimize")
     ratios = [f"jnp / {name}" for name in names[1:]]
@@ -286,9 +284,9 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
         return
     yield from ("", "## Several GPUs of one host", "")
     yield from text(
-        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns): wall time of a layer under sustained load, in "
-        "turns. *Error*: distance from float32, over that of jnp. *MB*: results of the collectives on a GPU. A job "
-        "tunes problems of public models, from an empty cache. *Busy*: share of the time in which a kernel ran."
+        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns), timed as above. *MB*: results of the collectives "
+        "on a GPU. A job tunes problems of public models, from an empty cache. *Busy*: share of the time in which a "
+        "kernel ran."
     )
     for name, result in results.items():
         yield from _source(name, result)
@@ -348,7 +346,7 @@ def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
 def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Kernels for chips that are not here, by their compilers", "")
     yield from text(
-        "`benchmarks/tpu_fit.py` draws schedules at random and from the top of the model's ranking "
+        "`benchmarks/tpu_fit.py` draws schedules, also from the top of the model's ranking "
         "(`benchmarks/results/tpu_fit-*.json`). *Accepted falsely*: legal for the model, refused by the compiler; "
         "*rejected falsely*: the reverse. *To the byte*: on-chip memory as predicted. *Tau*: Kendall's, between the "
         "model's times and the compiler's estimates, median over problems."
