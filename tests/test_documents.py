@@ -15,6 +15,7 @@ from scheduler.cli.app import app
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
 from scheduler.store.store import shipped
+from search_spaces import OPERATIONS
 from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
 
@@ -88,6 +89,7 @@ def test_the_page_of_the_command_line_is_that_of_its_code():
     options = {each.opts[0] for command in commands.values() for each in command.params}
     assert options >= command_line_page.SHARED
     assert all(f"`{option}`" in page for option in options if option.startswith("--"))
+    assert all(f"`{name}`" in page for name in OPERATIONS)
 
 
 def anchors(text):
