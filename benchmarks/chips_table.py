@@ -32,7 +32,7 @@ def chips(records: Sequence[Record]) -> list[str]:
     names: dict[tuple[str, str, str], list[str]] = {}
     for row in coverage(records):
         chip = row.hardware.kind if not row.hardware.names else f"{row.hardware.names[0]} ({row.hardware.kind})"
-        found = (row.kernels_text or "none: XLA alone", row.records_text or "none", f"{row.unasked_text} answers")
+        found = (row.kernels_text or "none: XLA alone", row.records_text or "none", f"calls use {row.fallback_text}")
         names.setdefault(found, []).append(chip)
     return [
         *table("chip", "Pallas kernels", "shipped records", "without a record", left=4),

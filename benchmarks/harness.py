@@ -64,7 +64,7 @@ def paced(of: Sequence[T], step: str, deadline: float, clock: Callable[[], float
 
 def told(problem: Problem) -> str:
     """What kept rows are found by: fields at their defaults left out, however a problem is printed."""
-    return " ".join(f"{name}={value}" for name, value in problem.told().items())
+    return " ".join(f"{name}={value}" for name, value in problem.non_default_fields().items())
 
 
 def posed(kind: type[P], text: str) -> P:

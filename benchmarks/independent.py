@@ -72,7 +72,7 @@ class FreshProcesses:
             raise
         first = self._pools[0]
         self.hardware, self.environment, self.slots = first.hardware, first.environment, first.slots
-        self.capacity, self.holding, self.confirm = first.capacity, first.holding, first.confirm
+        self.capacity, self.reserve, self.confirm = first.capacity, first.reserve, first.confirm
         self._libraries = itertools.cycle(self._pools)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:

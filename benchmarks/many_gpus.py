@@ -105,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chip = hardware.find(done[0]["hardware"].partition(" (")[0])
     made |= {"missing": missing} if missing else {}
     results = options.results or (options.work if options.small else RESULTS)
-    write_result("many_gpus", chip, summary=figures, rows=done, environment=made, directory=results)
+    name = f"many_gpus-{figures['gpus']}"
+    write_result(name, chip, summary=figures, rows=done, environment=made, directory=results)
 
 
 def visible_gpus() -> list[Gpu]:
@@ -226,17 +227,16 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures to speak of, from rows as the result file keeps them; null where no row is meant."""
     layers, of = [row for row in rows if "tuned_vs_jnp" in row], {row["case"]: row for row in rows}
     every, one = of.get(JOB_ON_ALL), of.get(JOB_ON_ONE)
-    faster = speedup(every, one)
+    gpus = max(row["gpus"] for row in rows)
     return {
-        "gpus": max(row["gpus"] for row in rows),
+        "gpus": gpus,
         "tensor_parallel_vs_jnp_worst": min((row["tuned_vs_jnp"] for row in layers), default=None),
         "error_vs_jnp_worst": max((row["error_vs_jnp"] for row in layers), default=None),
         "same_collectives": all(row["same_collectives"] for row in layers) if layers else None,
         "collective_bytes_vs_jnp_worst": max(map(_bytes_vs_jnp, layers), default=None),
         "answered_from_records": all(each["recorded"] for row in layers for each in row["answers"]) if layers else None,
         "job_problems": len(one["results"]) if one else None,
-        "job_speedup": faster,
-        "job_speedup_4_gpus": faster if every and every["gpus"] == 4 else None,
+        f"job_speedup_{gpus}_gpus": speedup(every, one),
         "seconds_per_problem_1_gpu": one["seconds"] / len(one["results"]) if one else None,
         "seconds_per_record_verified": one["verify_seconds"] / len(one["verdicts"]) if one else None,
     }

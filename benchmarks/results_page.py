@@ -73,9 +73,9 @@ def page(results: Mapping[str, Result]) -> str:
         "# Results",
         "",
         *text(
-            "Written by `python benchmarks/results_page.py`; do not edit. Each section names its file in "
-            "`benchmarks/results/` (all rows, command, environment), chip, date and commit. The program of the same "
-            f"name in `benchmarks/` wrote it. Tables show the worst row, others below {LOSS}, the median and the best. "
+            "Written by `python benchmarks/results_page.py`; do not edit. Each section names its files in "
+            "`benchmarks/results/` (all rows, command, environment) by program and chip, with JAX, date and commit. "
+            f"Tables show the worst row, others below {LOSS}, the median and the best. "
             "A ratio above 1 means that ours is faster. Times are microseconds on the device, operands out of the "
             "cache unless the file says `warm` ([measuring](measuring.md)). Summary: [README](../README.md)."
         ),
@@ -83,12 +83,13 @@ def page(results: Mapping[str, Result]) -> str:
         *_fused(of["fused"]),
         *_rows(of["rows"]),
         *_quality(of["search_quality"]),
-        *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
+        *_search_times(_files(results, "tuning_time")),
+        *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_layers(of["layer"]),
-        *_many_gpus({name: result for name, result in sorted(results.items()) if name.startswith("many_gpus")}),
+        *_many_gpus(_files(results, "many_gpus")),
         *_sizes(of["sizes"]),
-        *_faults(of["faults-cpu"], of["faults"]),
+        *_faults(_files(results, "faults")),
         *_compiled(results),
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
@@ -211,30 +212,30 @@ def _quality(result: Result) -> Iterator[str]:
         yield line(change, *spread(one["first_choice"] for one in found), number(tau, 2))
 
 
-def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
-    yield from _section("What a search takes", "tuning_time-nvidia-h200", tuning)
-    s = tuning["summary"]
+def _search_times(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## What a search takes", "")
+    for name, result in results.items():
+        yield from _source(name, result)
     yield from text(
-        f"4096 x 4096 x 4096: {s['trials']} trials in {s['seconds_64_trials']:.1f} s on {s['workers']} workers, "
-        f"{s['seconds_with_startup']:.1f} s with their start{_older(s)}. The winners of two searches with different "
-        f"seeds differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
+        "*Search*: 4096 x 4096 x 4096, with the start of its processes. *Difference*: between the winners of two "
+        "seeds, at worst. A row without a job precedes separate compile processes."
     )
-    if not _older(s):
-        yield from text(
-            f"A job of these problems takes {s['seconds_a_problem_of_a_job']:.1f} s a problem, and `verify` "
-            f"{s['verify_seconds_a_record']:.1f} s a record."
-        )
+    titles = ("search, s", "trials", "problems", "job, s a problem", "`verify`, s a record", "difference")
+    yield from table("", *titles, left=1)
+    for result in results.values():
+        s = result["summary"]
+        job = (number(s.get(name), 1) for name in ("seconds_a_problem_of_a_job", "verify_seconds_a_record"))
+        one = (number(s["seconds_with_startup"], 1), str(s["trials"]), str(s["problems"]))
+        yield line(_chip(result), *one, *job, percent(s["winner_disagreement_worst"]))
+
+
+def _call_times(calls: Result, calls_cpu: Result) -> Iterator[str]:
     yield from _section("What a cached eager call adds to a jitted one", "call_overhead-nvidia-h200", calls)
     yield from _source("call_overhead-cpu", calls_cpu)
     yield from table("call", "H200: tuned, us", "jitted, us", "overhead, us", "CPU: overhead, us", left=1)
     for row, on_cpu in zip(calls["rows"], calls_cpu["rows"], strict=True):
         times = (row["tuned_us"], row["direct_us"], row["overhead_us"], on_cpu["overhead_us"])
         yield line(f"`{row['call']}`", *(f"{time_us:.1f}" for time_us in times))
-
-
-def _older(tuning: Mapping[str, Any]) -> str:
-    """What to add to times of a search that are older than the programs that time jobs, too."""
-    return "" if "seconds_a_problem_of_a_job" in tuning else " (measured before compile processes were separate)"
 
 
 def _attention(result: Result) -> Iterator[str]:
@@ -302,11 +303,13 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
             yield line(row["case"], mesh, *times, *ratios, *(number(size / 1e6, 1) for size in bytes_of))
         yield ""
         if jobs:
-            yield from table("GPUs", "problems", "trials of each", "seconds", "busy", left=0)
+            yield from table("GPUs", "problems", "trials of each", "seconds", "busy", "`verify`, s a record", left=0)
         for row in jobs:
             busy = percent(statistics.fmean(row["busy"])) if row["busy"] else ""
             done = f"{len(row['results'])} of {len(row['problems'])}"
-            yield line(str(row["gpus"]), done, str(row["budget"]), number(row["seconds"], 0), busy)
+            verify_s = row["verify_seconds"] / len(row["verdicts"]) if row.get("verdicts") else None
+            times = (number(row["seconds"], 0), busy, number(verify_s, 1))
+            yield line(str(row["gpus"]), done, str(row["budget"]), *times)
         yield ""
 
 
@@ -321,10 +324,11 @@ def _sizes(result: Result) -> Iterator[str]:
     )
 
 
-def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
-    yield from _section("Injected faults", "faults-cpu", cpu)
-    yield from _source("faults-nvidia-h200", gpu)
-    rows = (*cpu["rows"], *gpu["rows"])
+def _faults(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## Injected faults", "")
+    for name, result in results.items():
+        yield from _source(name, result)
+    rows = [row for result in results.values() for row in result["rows"]]
     injected, lost, blamed = (sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed"))
     won = "each time" if all(row["right_one_won"] for row in rows) else "not each time"
     yield from text(
@@ -370,6 +374,11 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     )
 
 
+def _files(results: Mapping[str, Result], benchmark: str) -> dict[str, Result]:
+    """The results of a benchmark on every chip, by file name."""
+    return {name: result for name, result in sorted(results.items()) if name.partition("-")[0] == benchmark}
+
+
 def _section(title: str, name: str, result: Result) -> Iterator[str]:
     """A heading, and where the figures come from."""
     yield from ("", f"## {title}", "")
@@ -380,7 +389,7 @@ def _source(name: str, result: Result) -> Iterator[str]:
     made = result["environment"]
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
-    yield f"`{name}.json`: {_chip(result).removeprefix('NVIDIA ')}, jax {made['jax']}{when}, {commits}."
+    yield f"`{name}.json`: jax {made['jax']}{when}, {commits}."
     if missing := made.get("missing"):
         many = len(missing) > MOST_NAMED
         yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."

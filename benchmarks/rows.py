@@ -35,10 +35,9 @@ from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
-from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
-from search_spaces.rms_norm import EPS, RMS_NORM, RmsNormProblem
+from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM, AddRmsNormProblem, RmsNormProblem
+from search_spaces.rowwise import XlaRows, rounded_at_each_step
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.rowwise.reduction import XlaRows, rounded_at_each_step
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 

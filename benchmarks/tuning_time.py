@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "verify_seconds_a_record": job["verify_seconds_a_record"],
         "winner_disagreement_worst": max(row["disagreement"] for row in rows),
         "trials": timed["trials"],
-        "workers": runner.slots,
+        "slots": runner.slots,
         "problems": len(rows),
     }
     Console().print(summary)

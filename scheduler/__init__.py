@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import tile_scheduler
+from scheduler.core import rendering
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
         target,
         tune,
         tuned,
-        tuned_silu_and_mul,
-        tuned_softmax,
     )
     from scheduler.core.errors import (
         CacheMiss,
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
         tuned_matmul,
         tuned_rms_norm,
         tuned_scaled_matmul,
+        tuned_silu_and_mul,
+        tuned_softmax,
     )
 
 __all__ = [
@@ -86,12 +87,17 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
-    "tuned_flash_attention": "scheduler.tuned_calls",
-    "tuned_gated_matmul": "scheduler.tuned_calls",
-    "tuned_matmul": "scheduler.tuned_calls",
-    "tuned_rms_norm": "scheduler.tuned_calls",
-    "tuned_scaled_matmul": "scheduler.tuned_calls",
 }
+_HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
+
+
+def _renderer() -> rendering.Renderer:
+    from scheduler.inspect import notebook
+
+    return notebook
+
+
+rendering.load = _renderer
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Public API: the row-wise operations, ``tuned`` for any operation, and the functions that configure them."""
+"""Public API: ``tuned`` for any operation, ``tune`` and ``predict``, and the functions that configure them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Never, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,6 @@ from search_spaces import OPERATIONS, load, run_by, stop_script_import
 from search_spaces.autotuned.names import drop_traces
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import Problem
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 from search_spaces.space import unknown
 
 if TYPE_CHECKING:
@@ -41,96 +39,6 @@ if TYPE_CHECKING:
 Backends = str | Sequence[str]
 # Types that a call accepts as an array, with or without values.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-@overload
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: Literal[False] = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> jax.Array: ...
-@overload
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: Literal[True],
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> tuple[jax.Array, jax.Array]: ...
-def tuned_softmax(
-    x: Any,
-    axis: int = -1,
-    *,
-    return_lse: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
-    float32 first, so that unsigned integers do not wrap.
-
-    Works wherever `tuned_matmul` works. Derivatives are computed by XLA. The call falls back to XLA (`jax.nn.softmax`)
-    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
-    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
-
-    Args:
-      x: ``[..., columns]``.
-      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
-      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
-        "softmax_with_lse", which is tuned separately and always computes in float32.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
-      of `x` without `axis`.
-
-    Raises:
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
-    """
-    if others:
-        raise calls.unexpected(tuned_softmax, others)
-    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (on_miss, backends, schedule, calls.axes(axis)), x)
-
-
-def tuned_silu_and_mul(
-    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None, **others: Never
-) -> jax.Array:
-    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
-
-    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
-    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
-
-    Args:
-      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array ``[..., d]`` of the dtype of `x`.
-
-    Raises:
-      ValueError: the length of the last axis is not even.
-      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
-      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
-    """
-    if others:
-        raise calls.unexpected(tuned_silu_and_mul, others)
-    return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 
 
 def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
@@ -163,8 +71,8 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
 
     def problem(*arrays: Any, **params: Any) -> Problem:
-        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s; see `_posed_by` for errors."""
-        return _posed_by(operation, arrays, params)
+        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s; raises as `_problem_of_call`."""
+        return _problem_of_call(operation, arrays, params)
 
     call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
     call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
@@ -207,7 +115,7 @@ def forget(operation: Operation[Any]) -> None:
 
 def tune(
     operation: Operation[Any] | str | Callable[..., Any],
-    *posed: Any,
+    *args: Any,
     store: Store | None = None,
     backends: Backends | None = None,
     hardware: str = "",
@@ -225,7 +133,7 @@ def tune(
     Args:
       operation: an `Operation`, its name as accepted by `search_spaces.load`, or a function that runs it
         (`tuned_matmul`).
-      posed: a problem of that operation, or a dict of its fields; or the positional arguments of a call, arrays or
+      args: a problem of that operation, or a dict of its fields; or the positional arguments of a call, arrays or
         `jax.ShapeDtypeStruct`s.
       store: a `Store`. None means the user's own store, which calls read first; for a search on a recording, None means
         no store.
@@ -244,10 +152,10 @@ def tune(
     """
     stop_script_import()
     if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+        raise TypeError(f"store must be a scheduler.Store, found {store!r}: pass scheduler.Store({str(store)!r})")
     arguments.checked_text("hardware", hardware)
     search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
-    operation, problem = _named(operation, posed, named, frozenset(search))
+    operation, problem = _named(operation, args, named, frozenset(search))
     recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     if hardware:
@@ -274,27 +182,30 @@ def predict(
     Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
     problem, or of a range that contains it, the result is that record's schedule.
     """
-    operation, posed = _named(operation, (problem,))
+    operation, args = _named(operation, (problem,))
     chip = chips.detect() if kind is None else chips.find(arguments.checked_text("kind", kind))
-    found = evidence(dispatch.user_cache(), operation, posed, chip)
+    found = evidence(dispatch.user_cache(), operation, args, chip)
     among = named_backends(operation, backends)
-    return answer(operation, posed, chip, backends=among, records=found.records, ranges=found.ranges)
+    return answer(operation, args, chip, backends=among, records=found.records, ranges=found.ranges)
 
 
 def _named(
-    given: Any, posed: tuple[Any, ...], options: Mapping[str, Any] | None = None, search: frozenset[str] = frozenset()
+    given: Any,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any] | None = None,
+    search: frozenset[str] = frozenset(),
 ) -> tuple[Operation[Any], Problem]:
     """Returns the operation and its problem.
 
     Args:
-      posed: a problem, a dict of its fields, or the positional arguments of a call.
+      args: a problem, a dict of its fields, or the positional arguments of a call.
       options: keyword arguments of the call.
       search: names of the search options.
     """
     operation, named = _operation_of(given), dict(options or {})
-    if not posed and "problem" in named:
-        posed = (named.pop("problem"),)
-    if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((posed, named))):
+    if not args and "problem" in named:
+        args = (named.pop("problem"),)
+    if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, named))):
         pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
         known = (*operation.options, *_parameters(given), *tuner.OPTIONS)
         for name in named:
@@ -302,22 +213,22 @@ def _named(
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
         for name in search.intersection(operation.options):
             raise TypeError(
-                f"{name} is the search's here, and a parameter of {operation.name}, too: give tune the problem, "
+                f"{name} is an option of the search and a parameter of {operation.name}: pass the problem, "
                 f"tune(f, f.problem(..., {name}=...), {name}=...)"
             )
-        return operation, _posed_by(operation, posed, named) if pose is None else pose(*posed, **named)
+        return operation, _problem_of_call(operation, args, named) if pose is None else pose(*args, **named)
     for name in named:
         raise TypeError(f"tune has no option {unknown(name, ('store', 'backends', 'hardware', *tuner.OPTIONS))}")
-    if len(posed) == 1 and isinstance(posed[0], operation.problem):
-        return operation, posed[0]
-    if len(posed) != 1 or isinstance(posed[0], Problem) or not isinstance(posed[0], Mapping):
+    if len(args) == 1 and isinstance(args[0], operation.problem):
+        return operation, args[0]
+    if len(args) != 1 or isinstance(args[0], Problem) or not isinstance(args[0], Mapping):
         fields = ", ".join(field.name for field in dataclasses.fields(operation.problem))
-        found = ", ".join(map(reprlib.repr, posed)) or "nothing"
+        found = ", ".join(map(reprlib.repr, args)) or "nothing"
         raise TypeError(
-            f"{found} is no problem of {operation.name}: give arrays, as a call does, or a problem, or a dict of its "
-            f"fields ({fields})"
+            f"expected arrays as in a call of {operation.name}, a problem, or a dict of its fields ({fields}), found "
+            f"{found}"
         )
-    return operation, operation.problem.parse({name: _typed(value) for name, value in posed[0].items()})
+    return operation, operation.problem.parse({name: _typed(value) for name, value in args[0].items()})
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
@@ -327,7 +238,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
+def _problem_of_call(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
     """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -338,7 +249,7 @@ def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[
     options = {name: x for name, x in params.items() if name not in named}
     jax.eval_shape(lambda xs, named: bound.append(operation.bind(*xs, **named, **options)), tuple(arrays), named)
     if isinstance(bound[0], Unsupported):
-        raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
+        raise ValueError(f"no kernel can be selected for this call of {operation.name}: {bound[0].reason}")
     return bound[0].problem
 
 
@@ -347,21 +258,11 @@ def _operation_of(given: Any) -> Operation[Any]:
         return load(given)
     if (operation := run_by(given)) is not None:
         return operation
-    raise TypeError(f"{given!r} is no Operation, nor a tuned function; by name: {', '.join(map(repr, OPERATIONS))}")
-
-
-_functions: tuple[tuple[Any, Operation[Any]], ...] = (
-    (tuned_silu_and_mul, SILU_AND_MUL),
-    (tuned_softmax, SOFTMAX),
-)
-for _function, _its in _functions:
-    _function.operation = _its
+    raise TypeError(
+        f"expected an Operation, a tuned function or one of {', '.join(map(repr, OPERATIONS))}, found {given!r}"
+    )
 
 
 def _typed(value: Any) -> str:
     """Formats a field's value as on the command line; a type such as `jnp.float32` becomes its dtype name."""
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
-
-
-_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
-_SILU_AND_MUL = calls.Signature(SILU_AND_MUL)

@@ -118,7 +118,7 @@ def autotune(
         def placed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
             """Moves the arrays in `named` to their positions; the rest of `named` is static."""
             if wrong := sorted(chosen & named.keys()):
-                raise TypeError(f"{wrong[0]} is chosen for {function.__name__}: to choose it, give schedule={{...}}")
+                raise TypeError(f"{wrong[0]} of {function.__name__} is tuned: to set it, pass schedule={{...}}")
             if any(array in named for array in arrays[: len(given)]):
                 twice = next(array for array in arrays[: len(given)] if array in named)
                 raise TypeError(f"{function.__name__} got several values of {twice}")

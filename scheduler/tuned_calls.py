@@ -1,11 +1,10 @@
-"""The public functions of products, attention and norms: `tuned_matmul`, `tuned_gated_matmul`, `tuned_scaled_matmul`,
-`tuned_flash_attention` and `tuned_rms_norm`.
-"""
+"""The public functions of operations, `tuned_matmul` to `tuned_silu_and_mul`, and the arguments that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Never, overload
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,53 +12,73 @@ import jax.numpy as jnp
 from scheduler.dispatch import calls
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from search_spaces.add_rms_norm import ADD_RMS_NORM
-from search_spaces.flash_attention import FLASH_ATTENTION
-from search_spaces.flash_attention.front_end import bounds
+from search_spaces.flash_attention import FLASH_ATTENTION, bounds
 from search_spaces.gated_matmul import GATED_MATMUL
-from search_spaces.matmul import MATMUL, epilogue
+from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
-from search_spaces.rms_norm import EPS, RMS_NORM
+from search_spaces.operation import Operation
+from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM
 from search_spaces.scaled_matmul import SCALED_MATMUL
+from search_spaces.silu_and_mul import SILU_AND_MUL
+from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 
 # ------------------------------------------------------------------------------
-# The public function ``tuned_matmul``: `jnp.matmul` with an optional epilogue and optional split columns.
+# The arguments that all public functions share. `tuned_matmul` documents them.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Selection(TypedDict, total=False):
+    """Keyword arguments that decide how a call selects its schedule."""
+
+    on_miss: OnMiss | None
+    backends: Backends | None
+    schedule: Any
+
+
+_SHARED = tuple(
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
+    for name, kind in Selection.__annotations__.items()
+)
+
+
+def _public(operation: Operation[Any]) -> Callable[[F], F]:
+    """Marks a function that runs `operation`; its signature lists the arguments of `Selection` by name."""
+
+    def mark(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        function.__signature__ = signature.replace(parameters=[*own, *_SHARED])  # type: ignore[attr-defined]
+        function.operation = operation  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def _values(function: Callable[..., Any], given: Selection) -> tuple[Any, Any, Any]:
+    """Returns `on_miss`, `backends` and `schedule`; raises a TypeError if the call has another keyword argument."""
+    if others := {name: value for name, value in given.items() if name not in Selection.__optional_keys__}:
+        raise calls.unexpected(function, others)
+    return given.get("on_miss"), given.get("backends"), given.get("schedule")
+
+
+class _MatmulOptions(Selection, total=False):
+    transpose_a: bool
+    transpose_b: bool
+    precision: Any
+    preferred_element_type: Any
+    bias: Any
+    activation: Activation | None
+    residual: Any
 
 
 @overload
-def tuned_matmul(
-    a: Any,
-    b: Any,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    bias: Any = None,
-    activation: epilogue.Activation | None = None,
-    residual: Any = None,
-    split_sizes: None = None,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> jax.Array: ...
+def tuned_matmul(a: Any, b: Any, *, split_sizes: None = None, **options: Unpack[_MatmulOptions]) -> jax.Array: ...
 @overload
 def tuned_matmul(
-    a: Any,
-    b: Any,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    bias: Any = None,
-    activation: epilogue.Activation | None = None,
-    residual: Any = None,
-    split_sizes: Sequence[int],
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
+    a: Any, b: Any, *, split_sizes: Sequence[int], **options: Unpack[_MatmulOptions]
 ) -> tuple[jax.Array, ...]: ...
+@_public(MATMUL)
 def tuned_matmul(
     a: Any,
     b: Any,
@@ -69,13 +88,10 @@ def tuned_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
     bias: Any = None,
-    activation: epilogue.Activation | None = None,
+    activation: Activation | None = None,
     residual: Any = None,
     split_sizes: Sequence[int] | None = None,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
+    **selection: Unpack[Selection],
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Computes ``activation(jnp.matmul(a, b) + bias) + residual`` with the best known schedule on this chip.
 
@@ -132,14 +148,11 @@ def tuned_matmul(
       NoCandidate: `backends` excludes XLA and no other backend can run; the message has the reason.
       IllegalSchedule: `schedule` cannot run; the message has the reason.
     """
-    if others:
-        raise calls.unexpected(tuned_matmul, others)
     transposes = calls.flag("transpose_a", transpose_a), calls.flag("transpose_b", transpose_b)
-    as_asked = (*transposes, precision, preferred_element_type, activation, split_sizes)
-    return calls.answer(_CALLED, (on_miss, backends, schedule, *as_asked), a, b, bias, residual)
+    options = (*transposes, precision, preferred_element_type, activation, split_sizes)
+    return calls.answer(_CALLED, (*_values(tuned_matmul, selection), *options), a, b, bias, residual)
 
 
-tuned_matmul.operation = MATMUL  # type: ignore[attr-defined]
 _CALLED = calls.Signature(
     MATMUL,
     ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation", "split_sizes"),
@@ -147,10 +160,7 @@ _CALLED = calls.Signature(
 )
 
 
-# ------------------------------------------------------------------------------
-# The public function ``tuned_gated_matmul``: a gated linear unit, tuned as one operation.
-
-
+@_public(GATED_MATMUL)
 def tuned_gated_matmul(
     x: Any,
     w: Any,
@@ -158,10 +168,7 @@ def tuned_gated_matmul(
     activation: Activation = "silu",
     bias: Any = None,
     transpose_w: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
+    **selection: Unpack[Selection],
 ) -> jax.Array:
     """Computes ``activation(x @ gate + gate_bias) * (x @ up + up_bias)`` with the best known schedule on this chip.
 
@@ -191,31 +198,25 @@ def tuned_gated_matmul(
         operands; otherwise as in `jnp.matmul`.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
-    if others:
-        raise calls.unexpected(tuned_gated_matmul, others)
-    gate, up = _apart(w, "w")
-    gate_bias, up_bias = _apart(bias, "bias")
-    how = (on_miss, backends, schedule, activation, calls.flag("transpose_w", transpose_w))
-    return calls.answer(_GATED_CALLED, how, x, gate, up, gate_bias, up_bias)
+    gate, up = _gate_and_up(w, "w")
+    gate_bias, up_bias = _gate_and_up(bias, "bias")
+    call_options = (*_values(tuned_gated_matmul, selection), activation, calls.flag("transpose_w", transpose_w))
+    return calls.answer(_GATED_CALLED, call_options, x, gate, up, gate_bias, up_bias)
 
 
-def _apart(given: Any, name: str) -> tuple[Any, Any]:
+def _gate_and_up(given: Any, name: str) -> tuple[Any, Any]:
     """Returns a pair unchanged, and a single array as a pair with None."""
     if not isinstance(given, tuple | list):
         return given, None
     if len(given) != 2:
-        raise ValueError(f"{name} is one array or a pair of them, (gate, up), and not {len(given)}")
+        raise ValueError(f"{name} must be one array or a pair (gate, up), found {len(given)}")
     return given[0], given[1]
 
 
-tuned_gated_matmul.operation = GATED_MATMUL  # type: ignore[attr-defined]
 _GATED_CALLED = calls.Signature(GATED_MATMUL, ("activation", "transpose_w"), last=("up", "bias", "up_bias"))
 
 
-# ------------------------------------------------------------------------------
-# The public function ``tuned_scaled_matmul``: a tuned matmul of scaled 8-bit operands.
-
-
+@_public(SCALED_MATMUL)
 def tuned_scaled_matmul(
     a: Any,
     b: Any,
@@ -224,10 +225,7 @@ def tuned_scaled_matmul(
     *,
     transpose_b: bool = False,
     out_dtype: Any = jnp.bfloat16,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
+    **selection: Unpack[Selection],
 ) -> jax.Array:
     """Computes ``(a * a_scale) @ (b * b_scale)`` for 8-bit operands with the best known schedule on this chip.
 
@@ -259,57 +257,33 @@ def tuned_scaled_matmul(
         of the wrong shape; the message lists the supported shapes.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
-    if others:
-        raise calls.unexpected(tuned_scaled_matmul, others)
     dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
-    how = (on_miss, backends, schedule, calls.flag("transpose_b", transpose_b), dtype)
-    return calls.answer(_SCALED_CALLED, how, a, b, a_scale, b_scale)
+    call_options = (*_values(tuned_scaled_matmul, selection), calls.flag("transpose_b", transpose_b), dtype)
+    return calls.answer(_SCALED_CALLED, call_options, a, b, a_scale, b_scale)
 
 
-tuned_scaled_matmul.operation = SCALED_MATMUL  # type: ignore[attr-defined]
 _SCALED_CALLED = calls.Signature(SCALED_MATMUL, ("transpose_b", "out_dtype"))
 
 
-# ------------------------------------------------------------------------------
-# The public function ``tuned_flash_attention``: a tuned `jax.nn.dot_product_attention`.
+class _AttentionOptions(Selection, total=False):
+    causal: bool
+    scale: float | None
+    window: int | tuple[int | None, int | None] | None
+    softcap: float | None
+    q_lengths: Any
+    kv_lengths: Any
+    deterministic: bool
 
 
 @overload
 def tuned_flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[_AttentionOptions]
 ) -> jax.Array: ...
 @overload
 def tuned_flash_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    q_lengths: Any = None,
-    kv_lengths: Any = None,
-    return_lse: Literal[True],
-    deterministic: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[_AttentionOptions]
 ) -> tuple[jax.Array, jax.Array]: ...
+@_public(FLASH_ATTENTION)
 def tuned_flash_attention(
     q: Any,
     k: Any,
@@ -323,10 +297,7 @@ def tuned_flash_attention(
     kv_lengths: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
+    **selection: Unpack[Selection],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes ``softmax(q k^T * scale) v`` with the best known schedule on this chip.
 
@@ -366,18 +337,15 @@ def tuned_flash_attention(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as in `tuned_matmul`, and for arguments that
         `jax.nn.dot_product_attention` rejects.
     """
-    if others:
-        raise calls.unexpected(tuned_flash_attention, others)
     number = None if scale is None else calls.number("scale", scale)
     cap = None if softcap is None else calls.number("softcap", softcap)
     names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
     is_causal, with_lse, same_bits = (calls.flag(name, value) for name, value in names.items())
     sides = None if window is None else bounds(window)
-    how = (on_miss, backends, schedule, is_causal, number, sides, cap, with_lse, same_bits)
-    return calls.answer(_ATTENTION_CALLED, how, q, k, v, q_lengths, kv_lengths)
+    call_options = (*_values(tuned_flash_attention, selection), is_causal, number, sides, cap, with_lse, same_bits)
+    return calls.answer(_ATTENTION_CALLED, call_options, q, k, v, q_lengths, kv_lengths)
 
 
-tuned_flash_attention.operation = FLASH_ATTENTION  # type: ignore[attr-defined]
 _ATTENTION_CALLED = calls.Signature(
     FLASH_ATTENTION,
     ("causal", "scale", "window", "softcap", "return_lse", "deterministic"),
@@ -385,42 +353,17 @@ _ATTENTION_CALLED = calls.Signature(
 )
 
 
-# ------------------------------------------------------------------------------
-# The public function ``tuned_rms_norm``, with an optional residual.
-
-
 @overload
 def tuned_rms_norm(
-    x: Any,
-    weight: Any,
-    *,
-    eps: float = EPS,
-    residual: None = None,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
+    x: Any, weight: Any, *, eps: float = EPS, residual: None = None, **selection: Unpack[Selection]
 ) -> jax.Array: ...
 @overload
 def tuned_rms_norm(
-    x: Any,
-    weight: Any,
-    *,
-    eps: float = EPS,
-    residual: Any,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
+    x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
+@_public(RMS_NORM)
 def tuned_rms_norm(
-    x: Any,
-    weight: Any,
-    *,
-    eps: float = EPS,
-    residual: Any = None,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-    **others: Never,
+    x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes ``x / sqrt(mean(x^2) + eps) * weight`` along the last axis with the best known schedule.
 
@@ -447,13 +390,81 @@ def tuned_rms_norm(
       ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
     """
-    if others:
-        raise calls.unexpected(tuned_rms_norm, others)
-    how = (on_miss, backends, schedule, calls.number("eps", eps))
+    call_options = (*_values(tuned_rms_norm, selection), calls.number("eps", eps))
     if residual is None:
-        return calls.answer(_RMS_NORM, how, x, weight)
-    return calls.answer(_ADD_RMS_NORM, how, x, residual, weight)
+        return calls.answer(_RMS_NORM, call_options, x, weight)
+    return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
 
 
-tuned_rms_norm.operation = RMS_NORM  # type: ignore[attr-defined]
 _RMS_NORM, _ADD_RMS_NORM = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(ADD_RMS_NORM, ("eps",))
+
+
+@overload
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: Literal[False] = False, **selection: Unpack[Selection]
+) -> jax.Array: ...
+@overload
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
+) -> tuple[jax.Array, jax.Array]: ...
+@_public(SOFTMAX)
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
+
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
+    float32 first, so that unsigned integers do not wrap.
+
+    Works wherever `tuned_matmul` works. Derivatives are computed by XLA. The call falls back to XLA (`jax.nn.softmax`)
+    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
+    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
+
+    Args:
+      x: ``[..., columns]``.
+      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
+      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
+        "softmax_with_lse", which is tuned separately and always computes in float32.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
+      of `x` without `axis`.
+
+    Raises:
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
+    """
+    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
+    return calls.answer(called, (*_values(tuned_softmax, selection), calls.axes(axis)), x)
+
+
+@_public(SILU_AND_MUL)
+def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
+    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
+
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
+
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
+    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
+
+    Args:
+      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array ``[..., d]`` of the dtype of `x`.
+
+    Raises:
+      ValueError: the length of the last axis is not even.
+      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
+      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
+    """
+    return calls.answer(_SILU_AND_MUL, _values(tuned_silu_and_mul, selection), x)
+
+
+_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
+_SILU_AND_MUL = calls.Signature(SILU_AND_MUL)

@@ -48,7 +48,7 @@ tile_scheduler.warn()
 _OWN = {
     "matmul": "search_spaces.matmul:MATMUL",
     "rms_norm": "search_spaces.rms_norm:RMS_NORM",
-    "add_rms_norm": "search_spaces.add_rms_norm:ADD_RMS_NORM",
+    "add_rms_norm": "search_spaces.rms_norm:ADD_RMS_NORM",
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
     "silu_and_mul_jvp": "search_spaces.silu_and_mul:SILU_AND_MUL_JVP",
     "silu_and_mul_backward": "search_spaces.silu_and_mul:SILU_AND_MUL_BACKWARD",

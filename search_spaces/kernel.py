@@ -32,7 +32,7 @@ class Kernel(abc.ABC, Generic[P, S]):
         from the program: a record keeps fingerprints of each schedule's jaxpr and of the reference's, and is used while
         both are unchanged (`search_spaces.fingerprint`).
       library: whether this is the XLA implementation, the baseline: one or two programs, nothing to prune.
-      taken_apart: XLA may not fuse this kernel within a function as it does alone, so a tie goes to another kernel.
+      loses_ties: XLA may not fuse this kernel within a function as it does alone, so a tie goes to another kernel.
       vendor: the library of the chip's vendor that this kernel calls ("cuDNN"), "" for none. "pallas" excludes these
         kernels, as it does XLA's.
       most_elements: limit of the kernel's indices on the elements of the largest array (`largest_array`); None if there
@@ -44,7 +44,7 @@ class Kernel(abc.ABC, Generic[P, S]):
     backend: ClassVar[str]
     version: ClassVar[int] = 1
     library: ClassVar[bool] = False
-    taken_apart: ClassVar[bool] = False
+    loses_ties: ClassVar[bool] = False
     vendor: ClassVar[str] = ""
     most_elements: ClassVar[int | None] = None
     verified_on: ClassVar[frozenset[str]] = frozenset()

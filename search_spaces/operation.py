@@ -99,7 +99,7 @@ class Operation(Generic[P]):
         Calls of the same operation within `vjp_fwd` have the library kernel's derivative (for a Hessian).
         ``call.params`` includes `vjp_params`.
       front_end: ``front_end(*args, **options)`` -> `BoundCall` or `Unsupported`: a call as users write it; options are
-        keyword-only. Default: see `bind`.
+        keyword-only, and ``**options`` itself means `params`. Default: see `bind`.
       equations: JAX primitives whose equations the operation can replace: ``posed(*inputs, stored=None, **params)`` ->
         `MatchedEquation`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for
         the result, the order of its axes in memory; None if it is the axes' own order.
@@ -190,4 +190,5 @@ class Operation(Generic[P]):
         if self.front_end is None:
             return *(field.name for field in dataclasses.fields(self.problem)), *self.params
         parameters = inspect.signature(self.front_end).parameters.values()
-        return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+        named = tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+        return (*named, *self.params) if any(each.kind is each.VAR_KEYWORD for each in parameters) else named

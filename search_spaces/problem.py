@@ -304,7 +304,7 @@ class Problem(abc.ABC):
 
     def canonical(self) -> str:
         """Returns the cache key: JSON with sorted names, without fields at their defaults."""
-        return json.dumps(self.told(), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.non_default_fields(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_canonical(cls: type[P], text: str) -> P:
@@ -344,18 +344,18 @@ class Problem(abc.ABC):
     def __str__(self) -> str:
         """Formats the problem as it is typed: fields without a default, `dtype`, and fields not at their default."""
         always = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name == "dtype"}
-        told = always | self.told()
+        told = always | self.non_default_fields()
         return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
 
-    def told(self) -> dict[str, int | bool | str]:
+    def non_default_fields(self) -> dict[str, int | bool | str]:
         """Returns the fields that differ from their defaults. 1, a NumPy bool and True become one value."""
         types = _types(type(self))
-        told: dict[str, int | bool | str] = {}
+        given: dict[str, int | bool | str] = {}
         for field in dataclasses.fields(self):
             if (value := getattr(self, field.name)) != field.default:
                 kind = types[field.name]
-                told[field.name] = kind(value) if kind in (int, bool) else value
-        return told
+                given[field.name] = kind(value) if kind in (int, bool) else value
+        return given
 
 
 def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:

@@ -26,12 +26,10 @@ from search_spaces.recognise import (
     same,
     strip,
 )
-from search_spaces.rowwise import problem
-from search_spaces.rowwise import problem as of_rows
-from search_spaces.rowwise.hopper.halves import HopperHalves
+from search_spaces.rowwise import HalvesFormula, XlaRows, problem, row_operation
+from search_spaces.rowwise.hopper import HopperHalves
 from search_spaces.rowwise.problem import RowProblem, matrix
-from search_spaces.rowwise.reduction import HalvesFormula, InterpretedRows, XlaRows
-from search_spaces.rowwise.tpu.kernel import TpuHalves
+from search_spaces.rowwise.tpu import TpuHalves
 from search_spaces.rowwise.tpu.space import TpuElementCosts
 
 # ------------------------------------------------------------------------------
@@ -152,16 +150,6 @@ def bind(x: Any) -> BoundCall[SiluAndMulProblem] | Unsupported:
 
 
 # ------------------------------------------------------------------------------
-# SiLU-and-mul on Hopper.
-
-
-class HopperSiluAndMul(SiluAndMul, HopperHalves[SiluAndMulProblem]):
-    version = 1
-    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
-    fp32_ops = 8
-
-
-# ------------------------------------------------------------------------------
 # Recognition of a gate in a jaxpr: SiLU of the first half of each row times the other half.
 
 
@@ -231,15 +219,6 @@ def half(value: Value) -> tuple[Value, int] | None:
 
 
 # ------------------------------------------------------------------------------
-# SiLU-and-mul on a TPU.
-
-
-class TpuSiluAndMul(SiluAndMul, TpuHalves[SiluAndMulProblem]):
-    name = "silu_and_mul_tpu"
-    costs = TpuElementCosts(fp32_ops=9.0, mufu_ops=2.0)
-
-
-# ------------------------------------------------------------------------------
 # The gradient of SiLU-and-mul on elements at the same position of all halves.
 
 
@@ -260,7 +239,7 @@ class SiluAndMulBackward(HalvesFormula):
 class XlaSiluAndMulBackward(XlaRows[SiluAndMulBackwardProblem]):
     # 4096 x 14336 in bfloat16 on an H200: 135 us alone, the same as the kernel; 337 us in a training step of Llama 3
     # 8B.
-    taken_apart = True
+    loses_ties = True
 
 
 # ------------------------------------------------------------------------------
@@ -298,33 +277,18 @@ class SiluAndMulJvpProblem(RowProblem):
 
 
 # ------------------------------------------------------------------------------
-# The gradient of SiLU-and-mul on Hopper in one pass; XLA writes both halves separately and joins them in another.
-
-
-class HopperSiluAndMulBackward(SiluAndMulBackward, HopperHalves[SiluAndMulBackwardProblem]):
-    version = 1
-    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
-    fp32_ops = 13
-
-
-# ------------------------------------------------------------------------------
-# The gradient of SiLU-and-mul on a TPU.
-
-
-class TpuSiluAndMulBackward(SiluAndMulBackward, TpuHalves[SiluAndMulBackwardProblem]):
-    name = "silu_and_mul_backward_tpu"
-    costs = TpuElementCosts(fp32_ops=15.0, mufu_ops=2.0)
-
-
-# ------------------------------------------------------------------------------
 # The gradient of SiLU-and-mul: ``SILU_AND_MUL_BACKWARD``, its problem and its kernels.
 
-SILU_AND_MUL_BACKWARD = Operation[SiluAndMulBackwardProblem](
-    name="silu_and_mul_backward",
-    problem=SiluAndMulBackwardProblem,
-    kernels=(HopperSiluAndMulBackward(), TpuSiluAndMulBackward(), InterpretedRows(), XlaSiluAndMulBackward()),
-    batch=problem.batch,
-    shard=problem.shard,
+# An exponential and a reciprocal on the special function units.
+MUFU_OPS = 2
+SILU_AND_MUL_BACKWARD = row_operation(
+    "silu_and_mul_backward",
+    SiluAndMulBackwardProblem,
+    # In one pass; XLA writes both halves separately and joins them in another.
+    HopperHalves(SiluAndMulBackward(), fp32_ops=13, mufu_ops=MUFU_OPS),
+    TpuHalves(SiluAndMulBackward(), "silu_and_mul_backward_tpu", TpuElementCosts(fp32_ops=15.0, mufu_ops=MUFU_OPS)),
+    library=XlaSiluAndMulBackward(),
+    front_end=None,
 )
 
 
@@ -360,13 +324,13 @@ def jvp(
     return call(p, x), None if dx is None else call(SILU_AND_MUL_JVP, moving, x, dx)
 
 
-SILU_AND_MUL = Operation[SiluAndMulProblem](
-    name="silu_and_mul",
-    problem=SiluAndMulProblem,
-    kernels=(HopperSiluAndMul(), TpuSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
+SILU_AND_MUL = row_operation(
+    "silu_and_mul",
+    SiluAndMulProblem,
+    HopperHalves(SiluAndMul(), fp32_ops=8, mufu_ops=MUFU_OPS),
+    TpuHalves(SiluAndMul(), "silu_and_mul_tpu", TpuElementCosts(fp32_ops=9.0, mufu_ops=MUFU_OPS)),
+    library=XlaRows(SiluAndMulProblem.compute),
     jvp=jvp,
-    batch=of_rows.batch,
     front_end=bind,
     recognise=recognise,
-    shard=of_rows.shard,
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.problem import Tolerance
 from search_spaces.recognise import (
     Node,
@@ -27,12 +27,11 @@ from search_spaces.recognise import (
     same,
     strip,
 )
-from search_spaces.rowwise import problem
-from search_spaces.rowwise.hopper.kernel import HopperRows
+from search_spaces.rowwise import Reducer, Reduction, Statistics, XlaRows, problem, row_operation
+from search_spaces.rowwise.hopper import HopperRows
 from search_spaces.rowwise.hopper.space import ElementCosts
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.rowwise.reduction import InterpretedRows, Reducer, Reduction, Statistics, XlaRows
-from search_spaces.rowwise.tpu.kernel import TpuRows
+from search_spaces.rowwise.tpu import TpuRows
 from search_spaces.rowwise.tpu.space import TpuElementCosts
 
 # ------------------------------------------------------------------------------
@@ -169,20 +168,6 @@ def bind(x: Any, *, axis: Any = -1) -> BoundCall[SoftmaxProblem] | Unsupported:
 
 
 # ------------------------------------------------------------------------------
-# Softmax on Hopper.
-
-
-class HopperSoftmax(HopperRows[SoftmaxProblem]):
-    version = 1
-    # Exponentials: one for rows in registers; for chunks one for the sum, one for the result, and one correction per
-    # chunk.
-    costs = ElementCosts(mufu_ops=(1.0, 2.25), fp32_ops=(8.0, 13.0), widens=True)
-
-    def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:
-        return Softmax()
-
-
-# ------------------------------------------------------------------------------
 # Recognition of a softmax along the last axis in a jaxpr: exponentials over their sum.
 
 
@@ -221,18 +206,6 @@ def argument(value: Value) -> Value | None:
 
 
 # ------------------------------------------------------------------------------
-# Softmax on a TPU.
-
-
-class TpuSoftmax(TpuRows[SoftmaxProblem]):
-    name = "softmax_tpu"
-    costs = TpuElementCosts(fp32_ops=11.0, mufu_ops=2.25)
-
-    def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:
-        return Softmax()
-
-
-# ------------------------------------------------------------------------------
 # Front end of softmax with the log-sum-exp: rows along the last axis; XLA along another axis.
 
 
@@ -248,14 +221,16 @@ def bind_with_lse(x: Any, *, axis: Any = -1) -> BoundCall[SoftmaxWithLseProblem]
 
 
 # Derivatives are the library kernel's: XLA's, of the formula.
-SOFTMAX = Operation[SoftmaxProblem](
-    name="softmax",
-    problem=SoftmaxProblem,
-    kernels=(HopperSoftmax(), TpuSoftmax(), InterpretedRows(), XlaRows(jax.nn.softmax)),
-    batch=problem.batch,
+SOFTMAX = row_operation(
+    "softmax",
+    SoftmaxProblem,
+    # Exponentials: one for rows in registers; for chunks one for the sum, one for the result, and one correction per
+    # chunk.
+    HopperRows(Softmax, ElementCosts(mufu_ops=(1.0, 2.25), fp32_ops=(8.0, 13.0), widens=True)),
+    TpuRows(Softmax, "softmax_tpu", TpuElementCosts(fp32_ops=11.0, mufu_ops=2.25)),
+    library=XlaRows(jax.nn.softmax),
     front_end=bind,
     recognise=recognise,
-    shard=problem.shard,
 )
 
 
@@ -264,11 +239,4 @@ SOFTMAX = Operation[SoftmaxProblem](
 
 # Derivatives are the library kernel's: XLA's, of the formula. There is no second program: users of the log-sum-exp of
 # narrow rows need it in float32.
-SOFTMAX_WITH_LSE = Operation[SoftmaxWithLseProblem](
-    name="softmax_with_lse",
-    problem=SoftmaxWithLseProblem,
-    kernels=(InterpretedRows(), XlaRows()),
-    batch=problem.batch,
-    shard=problem.shard,
-    front_end=bind_with_lse,
-)
+SOFTMAX_WITH_LSE = row_operation("softmax_with_lse", SoftmaxWithLseProblem, front_end=bind_with_lse)

@@ -97,7 +97,7 @@ def asked(caplog):
         caplog.clear()
         yield found
     found += [
-        m[1] for r in caplog.records if (m := re.search(r"each device asks for ([^;,]*)", r.getMessage())) is not None
+        m[1] for r in caplog.records if (m := re.search(r"each device runs ([^;,]*)", r.getMessage())) is not None
     ]
 
 
@@ -508,7 +508,7 @@ def test_policies_are_those_of_the_part(caplog):
         tuned_matmul(*args, on_miss="error")
     with pytest.raises(RuntimeError, match="CacheMiss: no schedule for matmul m=16 n=48 k=32 dtype=float32"):
         jax.jit(lambda *args: tuned_matmul(*args, on_miss="error"))(*args)
-    with pytest.warns(RuntimeWarning, match="m=16 n=48 k=32 .*one device's part of a call.*tile-scheduler tune matmul"):
+    with pytest.warns(RuntimeWarning, match="m=16 n=48 k=32 .*one device's shard of a call.*tile-scheduler tune"):
         close(tuned_matmul(*args, on_miss="tune"), A @ B)
     close(tuned_matmul(*args, on_miss="xla"), A @ B)
     schedule = {"tile_m": 16, "tile_n": 16, "tile_k": 16, "minor": "m"}

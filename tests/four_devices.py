@@ -136,7 +136,7 @@ def test_of_what_is_not_divided_who_leaves_xla_out_is_told_why_and_others_may_re
     whole = tuned(dataclasses.replace(SOFTMAX, shard=None))
     strict = functools.partial(whole, backends="pallas")
     strict = jax.jit(strict) if jitted else strict
-    with pytest.raises(scheduler.NoCandidate, match=rf"{why} .*softmax does not say how it is divided .*; only xla"):
+    with pytest.raises(scheduler.NoCandidate, match=rf"{why} .*softmax does not declare how it is sharded"):
         strict(sharded(kind))
     with pytest.raises(scheduler.NoCandidate, match=why):
         jax.grad(lambda x: strict(x).sum())(sharded(kind))

@@ -24,7 +24,7 @@ class Alone:
     def capacity(self, operation, problem, l2="cold"):
         return 1
 
-    def holding(self, operation, problem, l2="cold", *, to_itself=False):
+    def reserve(self, operation, problem, l2="cold", *, exclusive=False):
         return contextlib.nullcontext()
 
     def confirm(self, task):

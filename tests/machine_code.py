@@ -38,11 +38,12 @@ def needed(*others: str) -> pytest.MarkDecorator:
 def compiled(program: str, folder: Path, *arguments: str) -> tuple[str, Path, Path]:
     """Of the one kernel that `program` compiles, given `arguments`: what ptxas says, its PTX and its cubin."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    tests = Path(__file__).parent
     environment |= {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "MOSAIC_GPU_DUMP_PTX": "1",
         "MOSAIC_GPU_DUMP_TO": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests), environment.get("PYTHONPATH", "")]),
         "PATH": os.pathsep.join([str(Path(str(PTXAS)).parent), environment["PATH"]]),
     }
     built = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)

@@ -70,8 +70,8 @@ def emulated(problem, schedule, chip, folder):
     import absent_gpu
     import ptx
 
-    from search_spaces.hopper.limits import padded
-    from search_spaces.matmul.mma.kernel import launched
+    from search_spaces.hopper import padded
+    from search_spaces.matmul.mma import launched
     from search_spaces.matmul.mma.space import Tiling
     from search_spaces.matmul.tiles import reduced
 

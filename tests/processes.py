@@ -20,7 +20,7 @@ def _runs(pid):
 
 def started(pool):
     """The pool, once all its processes have started."""
-    pool._found()
+    pool._detected_target()
     while len(pool._compilers.pids) < len(pool._compilers._processes) or any(
         process.target is None for process in pool._compilers._processes
     ):

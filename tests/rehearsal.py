@@ -21,8 +21,8 @@ class Rehearsal:
     def capacity(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
         return 1
 
-    def holding(
-        self, operation: Any, problem: Any, l2: Any = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Any, problem: Any, l2: Any = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -22,7 +22,8 @@ def compiled(program: str, chip: str, folder: Path, *arguments: str, cycles: boo
 
     The estimate of `cycles` goes through each step of a grid: most want to know of memory alone.
     """
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    tests = Path(__file__).parent
+    path = os.pathsep.join([str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")])
     hardware = find(chip) if cycles else dataclasses.replace(find(chip), static_cycles=False)
     environment = os.environ | estimate.profile_environment(folder, hardware) | {"PYTHONPATH": path}
     ended = subprocess.run([sys.executable, program, chip, *arguments], env=environment, capture_output=True, text=True)

@@ -26,7 +26,7 @@ from scheduler import tuned_flash_attention
 from scheduler.core.hardware import detect
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.flash_attention import FlashAttentionProblem
-from search_spaces.flash_attention.xla import XlaFlashAttention
+from search_spaces.flash_attention.kernels import XlaFlashAttention
 
 sys.path.append(str(Path(__file__).parent))  # where a command line loads this file by its path
 from teaching_matmul import THREADS, WARPS, refusal, triton

@@ -26,7 +26,7 @@ from scheduler.measure import timer
 from scheduler.model.constants import model_of
 from scheduler.model.traffic import block_count
 from search_spaces import Columns
-from search_spaces.rowwise.hopper.halves import SiluSchedule
+from search_spaces.rowwise.hopper import SiluSchedule
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 
 if TYPE_CHECKING:

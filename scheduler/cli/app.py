@@ -25,7 +25,7 @@ from search_spaces.space import DeclarationError
 from tile_scheduler import __version__
 
 # Errors of a full or missing disk if standard output is redirected to a file.
-_OF_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
 class _Commands(TyperGroup):
@@ -49,19 +49,19 @@ class _Commands(TyperGroup):
             error.message = printable(error.message)
             raise
         except Exception as error:
-            if (place := _of_a_user(error)) is None:
+            if (place := _user_location(error)) is None:
                 raise
-            said = str(error).partition("\n")[0]  # JAX appends traceback notes to its messages
-            print(printable(f"tile-scheduler: {place}: {type(error).__name__}: {said}"), file=sys.stderr)
+            message = str(error).partition("\n")[0]  # JAX appends traceback notes to its messages
+            print(printable(f"tile-scheduler: {place}: {type(error).__name__}: {message}"), file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             measures = ctx.invoked_subcommand in ("tune", "sweep")
-            kept = "; what was measured so far is kept, and the same command goes on from there" if measures else ""
+            kept = "; finished measurements are kept, and the same command resumes" if measures else ""
             print(f"tile-scheduler: interrupted{kept}", file=sys.stderr)
             raise typer.Exit(128 + (watch.number or signal.SIGINT)) from None
 
 
-def _of_a_user(error: BaseException) -> str | None:
+def _user_location(error: BaseException) -> str | None:
     """Returns file, line and function of user code that raised `error`; None if the error is in this program."""
     innermost = next(calls(error), None)
     if innermost is None or innermost.owner != "user":
@@ -71,7 +71,7 @@ def _of_a_user(error: BaseException) -> str | None:
 
 app = typer.Typer(
     cls=_Commands,
-    help="Search, inspect and carry the tile schedules of JAX Pallas kernels.",
+    help="Search, inspect and export the tile schedules of JAX Pallas kernels.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -103,7 +103,7 @@ for _name, _command in _COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))  # None if closed
+    sys.stdout, sys.stderr = (stream or _devnull() for stream in (sys.stdout, sys.stderr))  # None if closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for table rules on a terminal that supports only ASCII
@@ -115,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.errno not in _OF_OUTPUT or error.filename is not None:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise
-        sys.stdout = _nowhere()  # the rest of its buffer cannot be written either
+        sys.stdout = _devnull()  # the rest of its buffer cannot be written either
         print(f"tile-scheduler: standard output cannot be written: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
     except SystemExit as end:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
 
 
-def _nowhere() -> TextIO:
+def _devnull() -> TextIO:
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
@@ -144,4 +144,4 @@ def program(
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Search, inspect and carry the tile schedules of JAX Pallas kernels."""
+    """Search, inspect and export the tile schedules of JAX Pallas kernels."""

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def finite(value: float | None) -> float | None:
     """Rejects non-finite values of a float option; Python also parses "nan" and "inf" as floats."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"a finite number is wanted, found {value}")
+        raise typer.BadParameter(f"expected a finite number, found {value}")
     return value
 
 
-Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of every random draw and order.")]
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
 
 
 OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
@@ -44,45 +44,45 @@ OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.mod
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-HardwareName = Annotated[str | None, typer.Option("--hardware", help="A chip by a part of its name: h200.")]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]
 
 
-Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips whose name contains this, in any case.")]
+Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips with this text in their names (any case).")]
 
 
-Everything = Annotated[
-    bool, typer.Option("--all", help="Also what is shipped for other chips than the one that is here.")
-]
+Everything = Annotated[bool, typer.Option("--all", help="Include records shipped for other chips than the local one.")]
 
 
-Device = Annotated[int, typer.Option(min=0, max=MOST, help="Which GPU, by its index among the visible ones.")]
+Device = Annotated[int, typer.Option(min=0, max=MOST, help="Index of the GPU among the visible ones.")]
 
 
 Part = Annotated[
     str | None,
-    typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share it and no cache."),
+    typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share a job but no cache."),
 ]
 
 
 Own = Annotated[
     list[str] | None,
-    typer.Option(help="An operation of one's own that the job may name, as the job has it: file.py:NAME. Repeatable."),
+    typer.Option(help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."),
 ]
 
 
 CompileTimeout = Annotated[
     float | None,
-    typer.Option(min=0.001, callback=finite, help="Seconds to build one candidate, at most.  [default: adapts]"),
+    typer.Option(min=0.001, callback=finite, help="Timeout for compiling a candidate, in seconds.  [default: adapts]"),
 ]
 
 
 RunTimeout = Annotated[
     float | None,
     typer.Option(
-        min=0.001, callback=finite, help="Seconds on the device for one candidate, at most.  [default: adapts]"
+        min=0.001,
+        callback=finite,
+        help="Timeout for running a candidate, in seconds.  [default: adapts]",
     ),
 ]
 
@@ -136,7 +136,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
     for field in fields:
         key, equals, value = field.partition("=")
         if not equals:
-            raise ValueError(f"a field is name=value, not {field!r}")
+            raise ValueError(f"a field must be name=value, found {field!r}")
         if key in texts:
             raise ValueError(f"{key} is given twice")
         texts[key] = value
@@ -256,12 +256,12 @@ def chip_of(identity: str) -> Hardware | None:
 # ------------------------------------------------------------------------------
 # Selection of the cluster for a job.
 
-Engine = Annotated[str | None, typer.Option(help="What takes the problems of a job to the GPUs of several hosts: ray.")]
+Engine = Annotated[str | None, typer.Option(help="Engine that distributes a job over the GPUs of several hosts: ray.")]
 
 
 Address = Annotated[
     str | None,
-    typer.Option(help="Of the cluster: HOST:PORT, auto, or local, which starts one on this host.  [default: auto]"),
+    typer.Option(help="Address of the cluster: HOST:PORT, auto, or local (starts one on this host).  [default: auto]"),
 ]
 
 
@@ -274,10 +274,10 @@ def fleet(
       BadParameter: the engine is unknown.
     """
     if engine != "ray":
-        raise typer.BadParameter(f"--engine is ray, not {engine}")
+        raise typer.BadParameter(f"--engine must be ray, found {engine}")
     from scheduler.fleet import ray_cluster
 
-    return ray_cluster.places(address or "auto", options, hardware=hardware)
+    return ray_cluster.executors(address or "auto", options, hardware=hardware)
 
 
 # ------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
                 continue
             answer = ask(store)
         except StoreError as error:
-            say(f"tile-scheduler: {error} (going on without it)")
+            say(f"tile-scheduler: {error} (continuing without it)")
         else:
             yield SHIPPED if opened is shipped else store.location, answer
 
@@ -352,7 +352,7 @@ Devices = Annotated[
 
 
 def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
-    """The devices that `text` names, as places where problems are tuned; without a GPU "all" is this CPU.
+    """Returns an executor for each device in `text`; "all" without a GPU is this CPU.
 
     Raises:
       BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
@@ -362,7 +362,7 @@ def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list
 
     chips = Gpu.chips()
     if text == "all" and not chips:
-        return [job_queue.DeviceExecutor.for_(operation, options, "the CPU")]
+        return [job_queue.DeviceExecutor.for_operation(operation, options, "the CPU")]
     with usage_errors():
         return job_queue.gpu_executors(operation, _indices(text, chips), options)
 
@@ -370,17 +370,17 @@ def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list
 def _indices(text: str, chips: dict[int, str]) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if text != "all" and not all(word.isdecimal() and word.isascii() for word in words):
-        raise ValueError(f"--devices is all, or indices with commas between them, as in 0,2,3, not {text!r}")
+        raise ValueError(f"--devices must be all, or comma-separated indices such as 0,2,3, found {text!r}")
     indices = list(chips) if text == "all" else [int(word) for word in words]
     if len(set(indices)) < len(indices):
-        raise ValueError(f"--devices {text} names a GPU twice")
+        raise ValueError(f"--devices {text} contains a GPU twice")
     if missing := [index for index in indices if index not in chips]:
-        there = f"those visible are {', '.join(map(str, chips))}" if chips else "there is none"
-        raise ValueError(f"no GPU {', '.join(map(str, missing))} is visible ({there})")
+        there = f"visible: {', '.join(map(str, chips))}" if chips else "none is visible"
+        raise ValueError(f"--devices wants visible GPUs, found {', '.join(map(str, missing))} ({there})")
     kinds: dict[str, list[str]] = {}
     for index in indices:
         kinds.setdefault(chips[index], []).append(str(index))
     if len(kinds) > 1:
         found = "; ".join(f"{kind}: --devices {','.join(those)}" for kind, those in kinds.items())
-        raise ValueError(f"what is best differs from one kind of chip to another: tune the job once for each ({found})")
+        raise ValueError(f"--devices wants GPUs of one kind; run the job once for each kind ({found})")
     return indices

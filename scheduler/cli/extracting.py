@@ -27,21 +27,19 @@ if TYPE_CHECKING:
 
 
 def extract(
-    function: Annotated[str, typer.Argument(help="package.module:NAME or file.py:NAME; it is imported and traced.")],
+    function: Annotated[str, typer.Argument(help="package.module:NAME or file.py:NAME; imported and traced.")],
     arrays: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Shapes of its arrays: bfloat16[4096,512], bf16[4096@data,512]. Without any it takes none."
-        ),
+        typer.Argument(help="Shapes of its arguments, if it has any: bfloat16[4096,512], bf16[4096@data,512]."),
     ] = None,
     mesh: MeshName = None,
     hardware: HardwareName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the tuned problems of a function as a job for `tune --job`; say what is not tuned and could be.
+    """Write the tuned calls of a function as a job for `tune --job`, and list the operations that could be tuned.
 
-    The job goes to standard output, everything else to standard error. With --mesh devices are made up on the CPU, and
-    the problems are those of one of them.
+    The job goes to standard output, everything else to standard error. --mesh simulates devices on the CPU; the
+    problems are those of one device.
     """
     from scheduler.functions import named
     from scheduler.functions.problems import problems
@@ -49,8 +47,8 @@ def extract(
     with usage_errors():
         over = _mesh(mesh)
         fn, given = named.function(function, arrays or (), over)
-        chip = _chip(hardware)
-    with _set(over), chip, _untraceable(function):
+        chip = _target_context(hardware)
+    with _context_mesh(over), chip, _untraceable(function):
         found = problems(fn, *given)
     if as_json:
         from scheduler.functions.problems import to_json
@@ -73,7 +71,7 @@ def _mesh(text: str | None) -> Mesh | None:
     return fake_mesh(mesh_of(text))
 
 
-def _set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def _context_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Sets `mesh` as the context mesh, for sharding constraints in the function that do not name a mesh."""
     if mesh is None:
         return contextlib.nullcontext()
@@ -82,7 +80,7 @@ def _set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(mesh)
 
 
-def _chip(name: str | None) -> contextlib.AbstractContextManager[Any]:
+def _target_context(name: str | None) -> contextlib.AbstractContextManager[Any]:
     if name is None:
         return contextlib.nullcontext()
     from scheduler.core import hardware
@@ -130,21 +128,21 @@ def extract_lines(found: Problems) -> Iterator[RenderableType]:
 def shards_command(
     operation: OperationName,
     fields: Fields,
-    mesh: Annotated[str, typer.Option(help="Names of its axes with their extents: data=2,model=4.")],
+    mesh: Annotated[str, typer.Option(help="The mesh: its axes and their extents, data=2,model=4.")],
     divide: Annotated[
         list[str] | None,
-        typer.Option(help="What is divided over which axes: m=data, or m=data,model. Repeatable."),
+        typer.Option(help="A letter and the mesh axes that shard it: m=data, or m=data,model. Repeatable."),
     ] = None,
     in_specs: Annotated[
-        str | None, typer.Option(help="Or a spec of each operand: \"P('data', None), P(None, 'model')\".")
+        str | None, typer.Option(help="Or a partition spec per operand: \"P('data', None), P(None, 'model')\".")
     ] = None,
     out_specs: Annotated[
-        str | None, typer.Option(help="And of each result; without it, it lies as the operands make it.")
+        str | None, typer.Option(help="A partition spec per result. By default it follows from the operands.")
     ] = None,
-    as_job: Annotated[bool, typer.Option("--job", help="Write what devices ask as a job for `tune --job`.")] = False,
+    as_job: Annotated[bool, typer.Option("--job", help="Write the problems as a job for `tune --job`.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each device of a mesh asks where a problem is divided: in the usual ways, or as it is said.
+    """Show the problem on each device of a mesh for the usual shardings of a problem, or for a given sharding.
 
     No device is needed. With --job the job goes to standard output, everything else to standard error.
     """
@@ -154,7 +152,7 @@ def shards_command(
         op, problem = problem_of(operation, fields)
         over, letters = mesh_of(mesh), letters_of(divide or ())
         if letters and (in_specs or out_specs):
-            raise ValueError("--divide says where operands and results lie: give either that or their specs")
+            raise ValueError("--divide excludes --in-specs and --out-specs: it determines both")
         sharding = ways.sharding_of(op, problem)
         if letters:
             found = [ways.by_letters(sharding, problem, over, letters)]
@@ -171,9 +169,9 @@ def shards_command(
     for line in shards_lines(op, found, console.width):
         print(line, file=to)
     if whole := ways.whole(sharding):
-        print(f"Whole on each device: {', '.join(whole)}.", file=to)
+        print(f"Replicated on each device: {', '.join(whole)}.", file=to)
     if as_job:
-        sys.stdout.write(shards_job(op, found, f"What each device asks of {title}"))
+        sys.stdout.write(shards_job(op, found, f"The problems of each device for {title}"))
 
 
 # ------------------------------------------------------------------------------
@@ -184,18 +182,18 @@ def shards_lines(operation: Operation[Any], ways: Sequence[Way], width: int) -> 
     """Yields the lines of each sharding, folded to `width`. Commands are not folded, so that they can be copied."""
     for way in ways:
         operands, results = (", ".join(specs) for specs in _specs(way))
-        yield from textwrap.wrap(f"{way.said}: {operands} -> {results}", width, subsequent_indent="  ")
-        for told in _told(way):
-            yield from textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(f"{way.description}: {operands} -> {results}", width, subsequent_indent="  ")
+        for line in _way_lines(way):
+            yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
         yield f"  {hints.tune(operation, way.divided.problem)}"
         yield ""
 
 
-def _told(way: Way) -> Iterator[str]:
+def _way_lines(way: Way) -> Iterator[str]:
     divided = way.divided
     yield f"each device: {divided.problem}"
     if axes := _summed(way):
-        rest = "" if divided.problem == divided.local else "; what the problem does with them is a pass after that"
+        rest = "" if divided.problem == divided.local else "; the epilogue is a separate pass after the sum"
         scattered = " and scattered" if divided.scatters else ""
         yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
     yield from (f"gathered: {each}" for each in divided.gathered)
@@ -210,7 +208,7 @@ def _specs(way: Way) -> tuple[list[str], list[str]]:
 def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
     return [
         {
-            "divided": way.said,
+            "divided": way.description,
             "operands": _specs(way)[0],
             "results": _specs(way)[1],
             "problem": codec.problem_to_json(way.divided.problem.canonical()),

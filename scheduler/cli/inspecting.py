@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 # A note about calls that do not query the problem.
 _NOT_EVERY_CALL = (
-    "Whatever is stored, XLA answers calls that pose no such problem (other or mixed dtypes, empty arrays, another "
-    'axis): the logger "scheduler" says why (DEBUG), and backends="pallas" makes it an error. On arrays divided over a '
-    "mesh the problem is that of one device's part."
+    "Calls outside the operation (other or mixed dtypes, empty arrays, another axis) always use XLA: the logger "
+    '"scheduler" gives the reason (DEBUG), and backends="pallas" makes it an error. For sharded arrays, the problem is '
+    "the one of a single device."
 )
 
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
-    """Show one problem's record on each chip, with its trials, and those of a search that was cut short; or a range."""
+    """Show one problem's record and trials on each chip, including those of an unfinished search; or a range."""
     from scheduler.cli import plotting, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
@@ -83,7 +83,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         for where, ranges in ask_stores(lambda store: store.ranges.all(operation=op.name)):
             for one in ranges:
                 if canonical != one.problem and one.problem == family_of(problem, one.field):
-                    output(f"{where} has {one} on {one.hardware}; explain says what that answers")
+                    output(f"{where} has {one} on {one.hardware}; explain shows its schedule for this problem")
         chip = None
         with contextlib.suppress(ValueError):  # the name matches several chips, or none
             chip = chips.find(hardware) if hardware else None
@@ -121,20 +121,21 @@ def _show_ranges(
     low, high = getattr(lowest, field), getattr(highest, field)
 
     def ask(store: Store) -> list[tuple[Range, list[Record | None]]]:
-        of_these = [
+        overlapping = [
             one
             for one in store.ranges.all(operation=op.name)
             if (one.field, one.problem) == (field, family_of(lowest, field)) and low <= one.high and one.low <= high
         ]
         return [
-            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points]) for one in of_these
+            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points])
+            for one in overlapping
         ]
 
     kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
     wanted = wanted_by([Key(one.operation, one.hardware, one.problem) for _, one, _ in kept], None, hardware)
     found = [row for row in kept if wanted(Key(row[1].operation, row[1].hardware, row[1].problem))]
     if not found:
-        raise SchedulerError(f"no range of {op.name} is stored that shares a value with {field}={low}..{high}")
+        raise SchedulerError(f"no stored range of {op.name} overlaps {field}={low}..{high}")
     if as_json:
         print_json([{"where": where, **record_report.range_json(one)} for where, one, _ in found])
         return
@@ -148,7 +149,7 @@ def explain(
     fields: Fields,
     hardware: HardwareName = None,
     device: Device = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many top predictions to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of top predictions to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
@@ -167,10 +168,10 @@ def explain(
         chip = chips.find(hardware) if hardware is not None else None
     chip = chip or hardware_here(device)
     key = key_of(op, problem, chip)
-    asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
-    found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
+    from_stores = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
+    found = [(where, record, tried) for where, (record, tried) in from_stores if record is not None]
     found.sort(key=lambda each: each[1].estimated)  # calls prefer measured records
-    trials = [trial for _, (_, tried) in asked for trial in tried]
+    trials = [trial for _, (_, tried) in from_stores for trial in tried]
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
@@ -189,8 +190,8 @@ def explain(
         choice = choice_text(model.backend, model.schedule)
         why = "only an estimate is stored"  # a measured range has priority over an estimated record
         if isinstance(held, str):
-            why = held if record is None else f"the stored schedule no longer holds ({held})"
-        where = "From a range" if model.source == "range" else "Without measuring"
+            why = held if record is None else f"the stored schedule is no longer valid ({held})"
+        where = "From a range" if model.source == "range" else "Without a measurement"
         output(f"{where}, a call gets {choice}: {model.reason}.")
         why = f"of the problem itself {why}" if model.source == "range" else why
         output(f"{why[0].upper()}{why[1:]}; run:")
@@ -202,9 +203,9 @@ def explain(
 
 
 def doctor(device: Device = 0, as_json: AsJson = False) -> None:
-    """Say what is here: the chip, the backends, the caches, the versions, and what is missing.
+    """Check the installation: the chip, the backends, the caches, the versions, and missing parts.
 
-    The status is 1 where something is broken, 3 where something is out of date (a warning), else 0.
+    The exit status is 1 if something is broken, 3 if something is out of date (a warning), else 0.
     """
     from scheduler.cli import terminal
     from scheduler.inspect import doctor as checks
@@ -305,8 +306,8 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
 def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
     """Yields a note that the kernel declares no footprint, its consequences, and known facts of the first schedules."""
     yield (
-        "No footprint is declared: nothing is pruned by it or predicted from it, and schedules are tried in the order "
-        "of their choices until times tell more. What a lowered kernel asks for is checked before it is compiled."
+        "The kernel declares no footprint: nothing is pruned or predicted, and schedules are tried in the order of "
+        "their choices until times are known. The on-chip memory of a lowered kernel is checked before it is compiled."
     )
     known = [
         (ranked, ranked.refused or f"{ranked.onchip_bytes / 1024:.1f} KiB on chip")
@@ -315,7 +316,7 @@ def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
     ]
     if known:
         yield ""
-        yield labelled((schedule_text(ranked.schedule), said) for ranked, said in known)
+        yield labelled((schedule_text(ranked.schedule), fact) for ranked, fact in known)
 
 
 def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:

@@ -28,10 +28,10 @@ from scheduler.cli.arguments import (
     wanted_by,
 )
 from scheduler.cli.terminal import console_here, output, print_command, print_json, say, shown_count
-from scheduler.core import nvidia_smi
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.records import Key
+from scheduler.measure import gpu
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -70,14 +70,16 @@ class Stored:
 
     def left_out_texts(self) -> list[str]:
         """Returns up to two lines about records left out, with the options to show them."""
-        said = []
+        lines = []
         if self.left:
-            said.append(f"{self.left} more records are left out: --most 0 takes all, --operation and --hardware choose")
+            lines.append(
+                f"{self.left} more records are left out: --most 0 shows all, --operation and --hardware filter"
+            )
         if self.elsewhere:
             counts = collections.Counter(chip.partition(" (")[0] for chip in self.elsewhere)
             chips = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
-            said.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them, too")
-        return said
+            lines.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them")
+        return lines
 
 
 def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int, fields: bool = True) -> Stored:
@@ -145,9 +147,9 @@ class _Here:
         platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
         plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         if plugins and (not platforms or platforms & {"cuda", "gpu"}):
-            visible = nvidia_smi.visible()
-            asked = [nvidia_smi.told("name", name) for name in ([None] if visible is None else visible)]
-            if kinds := frozenset(kind for rows in asked for (kind,) in rows):
+            visible = gpu.visible_gpus()
+            found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
+            if kinds := frozenset(kind for rows in found for (kind,) in rows):
                 return cls(kinds)
         if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
             from scheduler.core import hardware
@@ -172,10 +174,10 @@ def list_(
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
     hardware: Chips = None,
     everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Print at most so many records; 0 prints all.")] = MOST,
+    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 prints all.")] = MOST,
     as_json: AsJson = False,
 ) -> None:
-    """List the stored schedules: the user's own, and those shipped for the chip that is here; searches cut short."""
+    """List stored schedules: the user's own, those shipped for the local chip, and unfinished searches."""
     from scheduler.cli import record_report
     from scheduler.inspect import provenance
 
@@ -207,7 +209,7 @@ def _print_none(places: Sequence[str], operation: str | None) -> None:
     assert small is not None, "of the operations here, all that has no default is an extent"
     of = f" of {operation}" if operation is not None else ""
     for place in places:  # unreadable stores are excluded, and were reported before
-        output(f"No record{of} is in {place}, and none is shipped for this chip; to search a problem, for example:")
+        output(f"No record{of} is in {place}, and none is shipped for this chip; to tune a problem, for example:")
     print_command(hints.tune(op, small))
 
 
@@ -224,14 +226,14 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
         with contextlib.suppress(ValueError):  # the stored problem may be invalid in the current version
             command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
     if command is None:
-        output("the command that began it goes on from there")
+        output("the original command resumes it")
     else:
         if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
             # An interpreted search that takes longer than this can only have been started with --seconds.
             command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"
-        output("it goes on from there with:")
+        output("resume it with:")
         print_command(command)
 
 
@@ -242,21 +244,21 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
 def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
     operation: Annotated[
-        str | None, typer.Option(help="Only this operation; one of your own as package.module:NAME or file.py:NAME.")
+        str | None, typer.Option(help="Only this operation; a user-defined one as package.module:NAME or file.py:NAME.")
     ] = None,
     hardware: Chips = None,
     everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Write at most so many records; 0 writes all.")] = MOST,
+    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 writes all.")] = MOST,
     pictures: Annotated[
-        str, typer.Option(help="Of each record: few, all or none; they take most of the time.")
+        str, typer.Option(help="Pictures of each record: few, all or none. Drawing takes most of the time.")
     ] = "few",
 ) -> None:
-    """Write the stored schedules as one HTML file: each with its explanation, how sure it is, and its trials.
+    """Write stored schedules as one HTML file, each with its explanation, confidence and trials.
 
-    They are those that `list` prints: the user's own, and those shipped for the chip that is here.
+    The records are those that `list` prints: the user's own, and those shipped for the local chip.
     """
     if pictures not in ("few", "all", "none"):
-        raise typer.BadParameter(f"--pictures is few, all or none, not {pictures}")
+        raise typer.BadParameter(f"--pictures must be few, all or none, found {pictures}")
     require_writable(out)
     from scheduler.inspect import plots
     from scheduler.inspect.report import content, page
@@ -275,10 +277,10 @@ def report(
     with shown_count("explaining records", len(rows)) as count:
         records = list(count(content.gather(rows, own)))
     if pictures == "none":
-        drawn = draw.no_pictures(records, "This was written without pictures (--pictures none).")
+        drawn = draw.no_pictures(records, "This report was written without pictures (--pictures none).")
     elif not plots.available():
         drawn = draw.no_pictures(
-            records, "Pictures need matplotlib: pip install 'tile-scheduler[plots]', and write it again."
+            records, "Pictures need matplotlib: run pip install 'tile-scheduler[plots]', and write the report again."
         )
     else:
         with shown_count("drawing the pictures of records", len(records)) as count:

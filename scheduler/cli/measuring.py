@@ -39,17 +39,17 @@ def sweep(
         str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
     ] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
+    job: Annotated[Path | None, typer.Option(help="A TOML file that lists problems to measure.")] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="So many schedules, drawn at random.  [default: all]")
+        int | None, typer.Option(min=1, max=MOST, help="Number of schedules, drawn at random.  [default: all]")
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, max=MOST, help="Of each measurement.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, max=MOST, help="Repetitions of each measurement.")] = 5,
     again: Annotated[
-        int, typer.Option(min=0, max=MOST, help="So many of the fastest are measured once more at the end, in turns.")
+        int, typer.Option(min=0, max=MOST, help="Number of fastest schedules to measure again at the end, interleaved.")
     ] = 20,
     seed: Seed = 0,
     backends: Annotated[
-        str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
+        str | None, typer.Option(help="Kernels to sweep in addition to XLA: comma-separated names, or pallas.")
     ] = None,
     device: Device = 0,
     part: Part = None,
@@ -57,16 +57,16 @@ def sweep(
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
 ) -> None:
-    """Measure every legal schedule of a problem, or a sample, into a file that `tune --replay` searches anywhere.
+    """Measure every legal schedule of a problem, or a sample, and write a file that `tune --replay` searches anywhere.
 
-    A sweep that is killed goes on when the same command is given again.
+    The same command resumes an interrupted sweep.
     """
     if (operation is None) == (job is None):
-        raise typer.BadParameter("name either an operation with its fields, or a job: --job job.toml")
+        raise typer.BadParameter("give either an operation with its fields, or a job: --job job.toml")
     if part is not None and job is None:
-        raise typer.BadParameter("--part is of a job")
+        raise typer.BadParameter("--part needs --job")
     if job is not None and backends is not None:
-        raise typer.BadParameter("backends of a job are written in its file")
+        raise typer.BadParameter("set backends of a job in its file")
     from scheduler.cli import search_report
     from scheduler.measure.pool import start_runner
     from scheduler.measure.runner import RunnerOptions
@@ -89,7 +89,8 @@ def sweep(
         runner = None
         for task in tasks:
             if not isinstance(task, Task):
-                say(f"{task}: {'a sweep is of one problem, no range' if isinstance(task, RangeTask) else task.reason}")
+                reason = "a sweep needs one problem, found a range" if isinstance(task, RangeTask) else task.reason
+                say(f"{task}: {reason}")
                 failed += 1
                 continue
             if runner is None:
@@ -118,17 +119,15 @@ def sweep(
 
 def calibrate(
     operation: OperationName,
-    recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps of it, all of one chip.")] = None,
+    recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps, all of one chip.")] = None,
     hardware: HardwareName = None,
     device: Device = 0,
-    ship: Annotated[
-        Path | None, typer.Option(help="Write to this directory of records, in place of the cache.")
-    ] = None,
+    ship: Annotated[Path | None, typer.Option(help="Write to this directory of records instead of the cache.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the cost model's constants to what was measured on a chip: recorded sweeps, stored trials and records.
+    """Fit the cost model's constants to measurements on a chip: recorded sweeps, stored trials and records.
 
-    Later predictions there use them; what is stored already is not touched.
+    Later predictions for this chip use them. Stored records do not change.
     """
     from scheduler.cli import search_report
     from scheduler.core import hardware as chips

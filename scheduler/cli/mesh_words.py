@@ -11,9 +11,7 @@ import typer
 # For each axis of an array in the spec, the mesh axes that shard it.
 Spec = tuple[tuple[str, ...], ...]
 
-MeshName = Annotated[
-    str | None, typer.Option("--mesh", help="A mesh: names of its axes with their extents, data=2,model=4.")
-]
+MeshName = Annotated[str | None, typer.Option("--mesh", help="A mesh: its axes and their extents, data=2,model=4.")]
 
 
 def mesh_of(text: str) -> dict[str, int]:
@@ -26,7 +24,7 @@ def mesh_of(text: str) -> dict[str, int]:
     for each in text.split(","):
         name, _, extent = (part.strip() for part in each.partition("="))
         if not name.isidentifier() or not extent.isdecimal() or not int(extent):
-            raise ValueError(f"{text!r} is no mesh: write its axes with their extents, as in data=2,model=4")
+            raise ValueError(f"expected a mesh such as data=2,model=4, found {text!r}")
         if name in found:
             raise ValueError(f"the mesh {text!r} has the axis {name} twice")
         found[name] = int(extent)
@@ -48,9 +46,9 @@ def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
         letter, _, axes = (part.strip() for part in text.partition("="))
         names = tuple(name.strip() for name in axes.split(","))
         if not letter or not all(names):
-            raise ValueError(f"{text!r} divides nothing: write what is divided over which axes, as in m=data,model")
+            raise ValueError(f"expected a letter and its mesh axes, as in m=data,model, found {text!r}")
         if letter in found:
-            raise ValueError(f"{letter} is divided twice")
+            raise ValueError(f"{letter} is sharded twice")
         found[letter] = names
     return found
 
@@ -68,7 +66,7 @@ def specs_of(text: str) -> list[Spec]:
         return [_spec(each) for each in statement.value.elts]
     except (SyntaxError, AssertionError, ValueError):
         raise ValueError(
-            f"{text!r} is no list of partition specs: write one for each array, as in P('data', None), P(None, 'model')"
+            f"expected a partition spec per array, as in P('data', None), P(None, 'model'), found {text!r}"
         ) from None
 
 

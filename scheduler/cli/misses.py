@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 
 # Number of misses above which a progress message is printed, as each prediction takes some milliseconds.
-SOON = 500
+MANY_MISSES = 500
 
 
 def misses(
     operation: Annotated[
-        str | None, typer.Argument(help="Only of this: a name, package.module:NAME, or file.py:NAME.")
+        str | None, typer.Argument(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
     ] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="Only this problem, as name=value.")] = None,
     hardware: Chips = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also those that a record has settled since.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Include misses that a record covers now.")] = False,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Delete them, settled or not, and print nothing else.")
+        bool, typer.Option("--forget", help="Delete them, covered or not, and print nothing else.")
     ] = False,
     own: Own = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what calls asked for and no record answered, those first that a search is expected to gain most of."""
+    """List problems of calls that had no record, largest expected gain of a search first."""
 
     _load(own or ())
     problem = None
@@ -71,43 +71,44 @@ def misses(
         say(f"forgot {store.misses.forget(miss.key for miss in kept)} misses")
         return
     weighed = _weighed(kept)
-    shown = [one for one in weighed if everything or one.settled is None]
+    shown = [one for one in weighed if everything or one.covered_by is None]
     if as_json:
         print_json([missed_json(one) for one in shown])
     elif shown:
         output(*misses_table(shown, console_here().width))
     else:
-        output(_nothing(store, len(weighed)))
+        output(_none_text(store, len(weighed)))
 
 
 def tasks_missed(
     store: Store,
-    here: Hardware,
+    local_chip: Hardware,
     search: Callable[[Operation[Any], Problem], Task],
     everything: bool,
     part: str | None,
     own: Sequence[str],
 ) -> list[Task]:
-    """Returns the search tasks for cache misses on the chip `here`, and reports the misses that are skipped."""
+    """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
 
     _load(own)
     kept = store.misses.all()
-    _say_elsewhere([miss.key for miss in kept], here)
-    weighed = _weighed([miss for miss in kept if miss.key.hardware == here.id], here)
+    _report_other_chips([miss.key for miss in kept], local_chip)
+    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], local_chip)
     unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
     for (name, reason), count in unknown.items():
-        say(f"{count} of {name} are left out: {reason}")
-    worth, little = missed.worth_tuning(weighed)
+        say(f"{count} problems of {name} are left out: {reason}")
+    selected, skipped = missed.worth_tuning(weighed)
     if everything:
-        worth, little = [*worth, *little], []
-    if little:
-        say(f"{len(little)} problems are left out, which together promise less than {missed.MIN_GAIN:.1%}: --all")
+        selected, skipped = [*selected, *skipped], []
+    if skipped:
+        gain = f"their total expected gain is below {missed.MIN_GAIN:.1%}"
+        say(f"{len(skipped)} problems are left out: {gain} (--all includes them)")
     with usage_errors():
-        mine = jobs.part(worth, part or "1/1")
+        mine = jobs.part(selected, part or "1/1")
     tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
     if not tasks:
-        output(f"No call on {here.id} missed anything that is worth a search.")
+        output(f"No call on {local_chip.id} missed a record that is worth a search.")
     return tasks
 
 
@@ -119,11 +120,11 @@ def _load(own: Sequence[str]) -> None:
             load(name)
 
 
-def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]:
+def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[Missed]:
     from scheduler.prediction import between
     from scheduler.search import missed
 
-    if len(kept) > SOON:
+    if len(kept) > MANY_MISSES:
         say(f"predicting the times of {len(kept)} problems")
     stores = open_stores()
 
@@ -131,22 +132,24 @@ def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]
         return between.merged(between.read(store, operation, problem, chip) for store in stores)
 
     return missed.weigh(
-        kept, stored, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
+        kept,
+        stored,
+        lambda identity: local_chip if local_chip is not None and identity == local_chip.id else chip_of(identity),
     )
 
 
-def _say_elsewhere(keys: Sequence[Key], here: Hardware) -> None:
+def _report_other_chips(keys: Sequence[Key], local_chip: Hardware) -> None:
     for chip, count in sorted(collections.Counter(key.hardware for key in keys).items()):
-        if chip != here.id:
-            say(f"{count} of {chip} are left out: this is {here.id}")
+        if chip != local_chip.id:
+            say(f"{count} problems on {chip} are left out: this chip is {local_chip.id}")
 
 
-def _nothing(store: Store, settled: int) -> str:
+def _none_text(store: Store, count_covered: int) -> str:
     from scheduler.dispatch import stored as asked
 
-    if settled:
-        return f"Records have settled all {settled} misses in {store.location}; --all lists them."
-    off = "" if asked.noted_misses() else f": {asked.MISSES_ENVIRONMENT} turns the noting of them off"
+    if count_covered:
+        return f"Records cover all {count_covered} misses in {store.location}; --all lists them."
+    off = "" if asked.logs_misses() else f": {asked.MISSES_ENVIRONMENT} turns logging off"
     return f"No misses are in {store.location}{off}."
 
 
@@ -166,7 +169,7 @@ def missed_json(one: Missed) -> Json:
         "last": miss.last,
         "line": miss.line,
         "place": miss.place,
-        "settled": one.settled is not None,
+        "settled": one.covered_by is not None,
         "library_s": one.library_s,
         "best_s": one.best_s,
         "gain_s": one.gain_s,
@@ -183,12 +186,12 @@ def misses_table(of: Sequence[Missed], width: int) -> Iterator[RenderableType]:
         total_s = sum(one.library_total_s for one in group)
         groups.append(([hardware], [_row(one, total_s) for one in group]))
     columns = ("lowered", "last", "XLA", "best", "gain", "share")
-    yield from ledger("problem, and the line that asked", columns, groups, width)
+    yield from ledger("problem, and the calling line", columns, groups, width)
     yield ""
     yield (
-        "XLA, best: predicted times of one call. gain: their difference for as many calls as were lowered, which says "
-        "little of how often each ran; share: of what XLA takes for all of them. `tile-scheduler tune --missed` "
-        "searches those of the chip that is here, or that --hardware names, in this order."
+        "XLA, best: predicted times of one call. gain: their difference times the lowered calls (not runs). "
+        "share: gain over XLA's total time. `tile-scheduler tune --missed` searches the problems of the local chip, or "
+        "of --hardware, in this order."
     )
 
 
@@ -203,8 +206,8 @@ def _row(one: Missed, total_s: float) -> Row:
         "" if not gain_s or not total_s else f"{gain_s / total_s:.1%}",
     ]
     since = ""
-    if one.settled is not None:
-        since = f"settled: {choice_text(one.settled.backend, one.settled.schedule)}"
+    if one.covered_by is not None:
+        since = f"covered: {choice_text(one.covered_by.backend, one.covered_by.schedule)}"
     return Row(
         f"{miss.key.operation} {format_problem(miss.key.operation, miss.key.problem)}",
         figures,

@@ -44,32 +44,36 @@ MANY = ("gains", "roofline")
 ONE = ("best-so-far", "predictions", "landscape", "block-sizes", "tiles", "time-breakdown")
 _SWEEPS = Path("sweeps")
 
-What = Annotated[str, typer.Argument(help=f"{', '.join(MANY)}; of one problem: {', '.join(ONE)}; or all.")]
+Plot = Annotated[str, typer.Argument(help=f"{', '.join(MANY)}; of one problem: {', '.join(ONE)}; or all.")]
 
 
 def plot(
-    what: What,
-    operation: Annotated[str | None, typer.Argument(help="An operation; without one, all.")] = None,
+    what: Plot,
+    operation: Annotated[str | None, typer.Argument(help="An operation; by default all.")] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
     hardware: HardwareName = None,
     recording: Annotated[
-        list[Path] | None, typer.Option(help="A recorded sweep in place of what is stored; can be repeated.")
+        list[Path] | None, typer.Option(help="A recorded sweep instead of stored records. Repeatable.")
     ] = None,
     over: Annotated[
-        str | None, typer.Option(help="Choices of a schedule: tile_m,tile_n for landscape, one for block-sizes.")
+        str | None, typer.Option(help="Schedule fields to plot over: tile_m,tile_n for landscape, one for block-sizes.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Whose schedules; by default the best searched ones.")] = None,
-    budget: Annotated[int, typer.Option(min=1, max=MOST, help="Trials of best-so-far's search over a recording.")] = 64,
-    dark: Annotated[bool, typer.Option("--dark", help="On a dark ground.")] = False,
+    backend: Annotated[
+        str | None, typer.Option(help="Backend of the schedules; default: the best searched one.")
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Trials of a search over a recording (best-so-far).")
+    ] = 64,
+    dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark background.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="A file, .svg or .png; for all, a directory.  [default: named after the picture]"),
     ] = None,
 ) -> None:
-    """Draw what is stored, or what recorded sweeps hold: no device is needed.
+    """Plot stored records or recorded sweeps. No device is needed.
 
-    `all` draws each picture twice, light and dark, of what is shipped with this package, and of the recordings in
-    sweeps/ here; of each that it cannot draw it says what is needed.
+    `all` draws each picture twice, light and dark, from the shipped records and the recordings in sweeps/ of the
+    working directory. For each picture that cannot be drawn, it prints what is needed.
     """
     from scheduler.inspect import plots
     from scheduler.inspect.plots import style
@@ -85,14 +89,14 @@ def plot(
         return
     place = out or Path(f"{what}.svg")
     if place.suffix not in (".svg", ".png"):
-        raise typer.BadParameter(f"--out {place}: a picture is a .svg or a .png")
+        raise typer.BadParameter(f"--out must end in .svg or .png, found {place}")
     with usage_errors():
         words = {} if not over else {"over": tuple(over.split(",")) if what == "landscape" else over}
         if what == "landscape" and over and over.count(",") != 1:
-            raise ValueError(f"--over {over}: a landscape is over two choices, as in --over tile_m,tile_n")
+            raise ValueError(f"--over of a landscape must name two fields, as in --over tile_m,tile_n, found {over}")
         if backend is not None:
             words["backend"] = backend
-        made = _drawn(what, operation, fields or [], hardware, recordings, budget, {"dark": dark, **words})
+        made = _figure(what, operation, fields or [], hardware, recordings, budget, {"dark": dark, **words})
     with file_errors(place):
         if place.suffix == ".png":
             replace_bytes(place, plots.png(made))
@@ -101,7 +105,7 @@ def plot(
     output(str(place))
 
 
-def _drawn(
+def _figure(
     what: str, operation: str | None, fields: Sequence[str], hardware: str | None, recordings: Sequence[Path],
     budget: int, options: dict[str, Any],
 ) -> Figure:  # fmt: skip
@@ -118,7 +122,7 @@ def _drawn(
         cases = [*map(case.of_recording, recordings), *map(case.of_record, records)]
         return plots.predictions([one for one in cases if one is not None], **options)
     if len(recordings) > 1:
-        raise ValueError(f"{what} is of one problem: name one recording")
+        raise ValueError(f"{what} plots one problem: give one recording, found {len(recordings)}")
     if recordings:
         one = (
             case.of_replay(recordings[0], budget=budget) if what == "best-so-far" else case.of_recording(recordings[0])
@@ -148,7 +152,7 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
     (most, _), *others = chips.most_common()
     if others:
         rest = ", ".join(chip for chip, _ in others)
-        say(f"a picture is of one chip: {most} has the most records; --hardware names another ({rest})")
+        say(f"a picture shows one chip: {most}, which has the most records; --hardware selects another ({rest})")
     return [record for record in found.values() if record.key.hardware == most]
 
 
@@ -159,15 +163,15 @@ def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str
     from scheduler.inspect.case import Case
 
     if operation is None or not fields:
-        raise ValueError(f"{what} is of one problem: name it (matmul m=4096 n=4096 k=4096), or a recorded sweep")
+        raise ValueError(f"{what} plots one problem: give it (matmul m=4096 n=4096 k=4096), or a recorded sweep")
     op, problem = problem_of(operation, fields)
     canonical = problem.canonical()
     chip = chips.find(hardware) if hardware is not None else None
     if chip is None:
-        asked = ask_stores(
+        stores = ask_stores(
             lambda store: [head.key.hardware for head in store.heads(operation=op.name, problem=canonical)]
         )
-        known = [chip_of(identity) for _, identities in asked for identity in identities]
+        known = [chip_of(identity) for _, identities in stores for identity in identities]
         chip = next((one for one in known if one is not None), None) or hardware_here(0)
     key = key_of(op, problem, chip)
     for _, (record, trials) in ask_stores(lambda store: (store.get(key), store.last_trials(key))):
@@ -220,9 +224,9 @@ def landscape_lines(land: Landscape) -> Iterator[Text | str]:
     label = max(len(y), *(len(str(value)) for value in ys))
     shown = min(len(xs), (_WIDTH - label) // _CELL)
     source = f"{land.took}, {land.measured} schedules" if land.measured else "by the model"
-    said = f"{land.backend} over {x} and {y}: least time of each pair, {source}, over the best, "
-    said += seconds_text(land.best_s)
-    yield from textwrap.wrap(said, _WIDTH)
+    title = f"{land.backend} over {x} and {y}: minimum time of each pair, {source}, relative to the best, "
+    title += seconds_text(land.best_s)
+    yield from textwrap.wrap(title, _WIDTH)
     yield f"{'':{label}}  {x}" + (f", {shown} of {len(xs)} values" if shown < len(xs) else "")
     yield f"{y:>{label}}" + "".join(f"{value!s:>{_CELL}}" for value in xs[:shown])
     letters = dict(zip(land.reasons, string.ascii_letters, strict=False))

@@ -136,11 +136,11 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None, 
         ],
         "predicted": [_predicted_text(entry.predicted_s, entry.backend in unpredicted) for entry in record.entries],
     }
-    told = [name for name, cells in columns.items() if any(cells)]
-    if sum(max(map(len, [name, *columns[name]])) + 2 for name in told) - 2 > width:
-        told.remove("spread")
-    made = table(*told, numbers=told[2:])
-    for cells in zip(*(columns[name] for name in told), strict=True):
+    shown_columns = [name for name, cells in columns.items() if any(cells)]
+    if sum(max(map(len, [name, *columns[name]])) + 2 for name in shown_columns) - 2 > width:
+        shown_columns.remove("spread")
+    made = table(*shown_columns, numbers=shown_columns[2:])
+    for cells in zip(*(columns[name] for name in shown_columns), strict=True):
         made.add_row(*texts(*cells))
     yield made
     shown = [(name, entry) for name, entry in zip(names, record.entries, strict=False) if entry.schedule]
@@ -151,7 +151,7 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None, 
         yield from schedules.note
     if len(record.entries) > 1:
         yield ""
-        yield "ratio: its time over the winner's" + (", in the median round" if record.confidence.rounds else "")
+        yield "ratio: time over the winner's time" + (", in the median round" if record.confidence.rounds else "")
     if note := order_note(record):
         yield note
 
@@ -170,14 +170,14 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
         where, record = row
         return where, record.key.operation, record.key.hardware, record.environment.jax, record.estimated
 
-    alike: dict[tuple[str, str, str, str, bool], list[Record]] = {}
+    by_group: dict[tuple[str, str, str, str, bool], list[Record]] = {}
     for row in of:
-        alike.setdefault(place(row), []).append(row[1])
+        by_group.setdefault(place(row), []).append(row[1])
     groups = []
-    for (where, operation, hardware, jax, estimated), group in alike.items():
+    for (where, operation, hardware, jax, estimated), group in by_group.items():
         choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
-        how = "estimated by the compiler, not measured," if estimated else "tuned"
-        word = f"stale ({how} with jax {jax})" if stale(group[0]) else f"{how} with jax {jax}"
+        origin = "estimated by the compiler, not measured," if estimated else "tuned"
+        word = f"stale ({origin} with jax {jax})" if stale(group[0]) else f"{origin} with jax {jax}"
         heading = [f"{operation}, {hardware}, {where}: {word}", *choices.note]
         lines = [
             Row(
@@ -192,7 +192,7 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     yield ""
     if any(stale(record) for _, record in of):
         yield stale_line()
-    yield "vs XLA: its time over the schedule's; a tie is within 1 %, undecided what the run-off could not tell"
+    yield "vs XLA: XLA's time over the schedule's. tie: within 1 %. undecided: the run-off was inconclusive."
 
 
 def trials_table(
@@ -242,16 +242,16 @@ def range_json(of: Range) -> Json:
 
 def range_summary(of: Range) -> list[str]:
     """Returns sentences about the points of a range, and about the results of held-out problems."""
-    said = [f"{of.field}={of.points[0]}..{of.points[-1]} is answered by the records at {len(of.points)} points"]
+    sentences = [f"{of.field}={of.points[0]}..{of.points[-1]} uses the records at {len(of.points)} points"]
     if of.worst is None or of.of_best is None:
-        return [*said, "held-out: nothing was timed"]
+        return [*sentences, "held-out: no problem was timed"]
     library = "" if of.of_library is None else f"; {of.of_library:.3f} of the library's speed"
     count, worst = len(of.held_out), of.worst
-    said.append(
+    sentences.append(
         f"held-out: {count} {of.field}, {worst.of_best:.3f} of the best at worst ({of.field}={worst.value}), "
         f"{of.of_best:.3f} in the geometric mean{library}"
     )
-    return said
+    return sentences
 
 
 def range_key_at(of: Range, operation: Operation[Any], value: int) -> Key:
@@ -279,5 +279,5 @@ def range_points(of: Range, records: Sequence[Record | None], width: int) -> Ite
             gain_text(record),
         )
         rows.append(Row(f"{of.field}={value}", figures, [next(schedules), *["a brief search"] * record.brief]))
-    how = "estimated" if any(record is not None and record.estimated for record in records) else "time"
-    yield from ledger("point, and what won there", (how, "XLA", "gain"), [(choices.note, rows)], width)
+    time_column = "estimated" if any(record is not None and record.estimated for record in records) else "time"
+    yield from ledger("point, and its winner", (time_column, "XLA", "gain"), [(choices.note, rows)], width)

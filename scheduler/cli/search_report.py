@@ -75,7 +75,7 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     if any(row.figures[1].startswith("~") for row in rows):
         yield "~: a prediction"
     if any(row.figures[0] == _ESTIMATED for row in rows):
-        yield "estimated: by the compiler, for a chip that is not here; nothing was measured"
+        yield "estimated: by the compiler, for an absent chip; nothing was measured"
 
 
 _ESTIMATED = "estimated"
@@ -118,7 +118,7 @@ def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
         best_s, _, best = min(times)
         yield f"fastest: {seconds_text(best_s)}, {choice_text(best.backend, best.schedule)}"
     if sweep.again:
-        yield f"the {sweep.again} fastest, and the library, measured once more in {sweep.rounds} rounds"
+        yield f"the {sweep.again} fastest schedules and the library measured again in {sweep.rounds} rounds"
 
 
 def calibration_json(calibration: Calibration) -> Json:
@@ -131,8 +131,8 @@ def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
         "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
     )
     for c in calibrations:
-        told = {name: value for name, value in c.constants.items() if not name.startswith("residual_")}
-        constants = " ".join(f"{name}={value:.3g}" for name, value in told.items())
+        shown = {name: value for name, value in c.constants.items() if not name.startswith("residual_")}
+        constants = " ".join(f"{name}={value:.3g}" for name, value in shown.items())
         made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, share_text(c.error), constants))
     return made
 
@@ -164,7 +164,7 @@ def reverified_json(verdict: VerifyResult) -> Json:
 
 def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[RenderableType]:
     """Yields the result for each stored winner, one row per winner."""
-    states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
+    states = {"holds": "valid", "slower": "no longer fastest", "broken": "cannot be used", "elsewhere": "not timed"}
     of_operation: dict[str, list[VerifyResult]] = {}
     for verdict in verdicts:
         of_operation.setdefault(verdict.record.key.operation, []).append(verdict)
@@ -186,13 +186,13 @@ def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[Rendera
     yield from ledger("problem, and its winner", ("jax then", "then", "now"), groups, width)
 
 
-def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:
+def failure_lines(trials: Sequence[Trial], record: Record) -> list[str]:
     """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason."""
-    said = []
+    lines = []
     for backend in dict.fromkeys(entry.backend for entry in record.entries):
         tried = [trial for trial in trials if trial.backend == backend]
         if reasons := failures(tried):
-            said.append(
+            lines.append(
                 f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
             )
-    return said
+    return lines

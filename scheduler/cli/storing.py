@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 def export(
     file: Annotated[
-        Path | None, typer.Argument(help="A file, or a directory such as records/; standard output.")
+        Path | None, typer.Argument(help="A file, or a directory such as records/; by default standard output.")
     ] = None,
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
     hardware: Chips = None,
 ) -> None:
-    """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
+    """Write the user's own records as text, one JSON object per line; in a directory, a file per chip and operation."""
     from scheduler.store import text_files
 
     store = user_store()
@@ -48,11 +48,11 @@ def export(
     else:
         with file_errors(file):
             replace_text(file, text_files.export_text(records, ranges))
-        say(f"wrote {_counted(len(records), len(ranges))} to {file}")
+        say(f"wrote {_count_text(len(records), len(ranges))} to {file}")
 
 
-def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
-    """Put exported records into the user's own cache, in place of those of the same problems: all of them, or none."""
+def import_(file: Annotated[Path, typer.Argument(help="A file that export wrote; - is standard input.")]) -> None:
+    """Import records into the user's own cache. They replace records of the same problems; all are imported or none."""
     from scheduler.store import text_files
 
     with file_errors(file):
@@ -60,11 +60,11 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is s
     records, ranges = text_files.import_lines(content, source=str(file))
     store = user_store()
     left = store.put_all(records, ranges)
-    stays = f"; {len(left)} more are estimates of what was measured, and stay out" if left else ""
-    say(f"put {_counted(len(records) - len(left), len(ranges))} into {store.location}{stays}")
+    stays = f"; {len(left)} estimates are left out, because measured records exist" if left else ""
+    say(f"put {_count_text(len(records) - len(left), len(ranges))} into {store.location}{stays}")
 
 
-def _counted(records: int, ranges: int) -> str:
+def _count_text(records: int, ranges: int) -> str:
     return f"{records} records" + (f" and {ranges} ranges" if ranges else "")
 
 
@@ -72,13 +72,13 @@ def forget(
     operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
     hardware: Chips = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every problem (of the operation, on the chip).")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all (of the operation, on the chip).")] = False,
 ) -> None:
-    """Delete records, trials (also of searches that were cut short) and ranges from the user's own cache."""
+    """Delete records, trials (also of unfinished searches) and ranges from the user's own cache."""
     problem = None
     if not everything:
         if operation is None or not fields:
-            raise typer.BadParameter("name a problem, or say --all")
+            raise typer.BadParameter("name a problem, or give --all")
         with usage_errors():
             if (ends := range_of(operation, fields)) is not None:
                 _forget_range(*ends, hardware)
@@ -90,16 +90,16 @@ def forget(
     store = user_store()
     keys = store.keys()
     wanted = wanted_by(keys, operation, hardware)
-    gone = [key for key in keys if wanted(key) and problem in (None, key.problem)]
-    for key in gone:
+    deleted = [key for key in keys if wanted(key) and problem in (None, key.problem)]
+    for key in deleted:
         store.forget(key)
         say(f"forgot {key}")
     ranges = ranges_of(store, operation, hardware) if everything else []
     for one in ranges:
         store.ranges.forget(one)
         say(f"forgot the range {one} on {one.hardware}")
-    if not gone and not ranges:
-        raise SchedulerError(f"nothing of that is in {store.location}")
+    if not deleted and not ranges:
+        raise SchedulerError(f"nothing matches in {store.location}")
 
 
 def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None) -> None:
@@ -107,15 +107,15 @@ def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Prob
     from scheduler.core.records import family_of
 
     store, ends = user_store(), (getattr(lowest, field), getattr(highest, field))
-    gone = [
+    deleted = [
         one
         for one in ranges_of(store, op.name, hardware)
         if (one.problem, one.field, one.low, one.high) == (family_of(lowest, field), field, *ends)
     ]
-    for one in gone:
+    for one in deleted:
         store.ranges.forget(one)
-        say(f"forgot the range {one} on {one.hardware}; the records at its points stay")
-    if not gone:
+        say(f"forgot the range {one} on {one.hardware}; the records at its points remain")
+    if not deleted:
         raise SchedulerError(f"no such range is in {store.location}")
 
 
@@ -123,7 +123,7 @@ def build_cache(
     records: Annotated[Path, typer.Argument(help="The directory of records as text.")] = Path("records"),
     cache: Annotated[Path, typer.Argument(help="The file to write.")] = Path("cache.db"),
 ) -> None:
-    """Make the shipped cache.db anew from its records."""
+    """Build the shipped cache.db from its records."""
     from scheduler.store.store import build_shipped
 
     say(f"wrote {build_shipped(records, cache)} records to {cache}")

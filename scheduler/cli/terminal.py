@@ -37,9 +37,9 @@ def console_here() -> Console:
 
     Its width is COLUMNS, up to `MOST_COLUMNS`, or the width of the terminal. Without either, it is 120.
     """
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return Console(highlight=False, width=min(int(asked), MOST_COLUMNS))
+    width_text = os.environ.get("COLUMNS", "")
+    if width_text.isdecimal() and int(width_text) > 0:
+        return Console(highlight=False, width=min(int(width_text), MOST_COLUMNS))
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -60,7 +60,7 @@ def output(*what: RenderableType) -> None:
 
 
 def print_command(command: str) -> None:
-    """Prints a command on its own line, unfolded so that it can be copied."""
+    """Prints a command on its own line, without line breaks, so that it can be copied."""
     print(f"  {printable(command)}")
 
 
@@ -79,10 +79,10 @@ def best_text(progress: Progress) -> str:
 
     best = progress.best
     if best is None:
-        return "building and checking the first" if progress.last is None else "nothing ran yet"
+        return "compiling the first candidate" if progress.last is None else "no candidate has run yet"
     time_s = getattr(best.outcome, "median_s", float("nan"))
-    how = "estimated " if getattr(best.outcome, "estimated", False) else ""
-    return f"best {how}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+    prefix = "estimated " if getattr(best.outcome, "estimated", False) else ""
+    return f"best {prefix}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ _SHARE = 10
 
 
 @contextlib.contextmanager
-def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+def shown_count(label: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
     """Shows a count up to `total` on standard error: a bar on a terminal, otherwise a line for each tenth.
 
     Yields:
@@ -132,11 +132,11 @@ def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Itera
     if not sys.stderr.isatty():
 
         def lines(things: Iterable[T]) -> Iterator[T]:
-            said = 0
+            next_line = 0
             for done, thing in enumerate(things):
-                if (share := done * _SHARE // max(total, 1)) >= said:
-                    say(f"{what}: {done} of {total} done")
-                    said = share + 1
+                if (share := done * _SHARE // max(total, 1)) >= next_line:
+                    say(f"{label}: {done} of {total} done")
+                    next_line = share + 1
                 yield thing
 
         yield lines
@@ -147,7 +147,7 @@ def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Itera
 
     columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
     with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        row = bars.add_task(what, total=total)
+        row = bars.add_task(label, total=total)
 
         def bar(things: Iterable[T]) -> Iterator[T]:
             for thing in things:
@@ -256,14 +256,14 @@ def shown_job(*, several: bool) -> Iterator[Display]:
         yield bars
 
 
-def _left(eta_s: float | None) -> str:
+def _eta_text(eta_s: float | None) -> str:
     if eta_s is None:
         return ""
     return f"{eta_s:.0f} s left" if eta_s < 180 else f"{eta_s / 60:.0f} min left"
 
 
-def _what(step: Step, several: bool) -> str:
-    return f"{step.place}: {step.task}" if several else str(step.task)
+def _search_label(step: Step, several: bool) -> str:
+    return f"{step.executor}: {step.task}" if several else str(step.task)
 
 
 class _Lines:
@@ -276,9 +276,9 @@ class _Lines:
         if search.done < search.budget and self._shown.get(which) == best_text(search):
             return
         self._shown[which] = best_text(search)
-        job = [f"{step.job.done} of {step.job.total} problems done", _left(step.job.eta_s)]
+        job = [f"{step.job.done} of {step.job.total} problems done", _eta_text(step.job.eta_s)]
         how_far = f"{search.done}/{search.budget} trials, {best_text(search)}"
-        say(f"{_what(step, self._several)}: {how_far} ({', '.join(filter(None, job))})")
+        say(f"{_search_label(step, self._several)}: {how_far} ({', '.join(filter(None, job))})")
 
     def ended(self, result: Result) -> None:
         if result.state == "failed":
@@ -303,7 +303,7 @@ class _Bars:
         if which not in self._rows:
             self._rows[which] = self._bars.add_task("", total=search.budget, label="", said="")
         best = printable(best_text(search)).partition(":")[0]  # without the schedule, to fit in one line
-        label = printable(_what(step, self._several))
+        label = printable(_search_label(step, self._several))
         self._bars.update(self._rows[which], completed=search.done, total=search.budget, label=label, said=best)
 
     def ended(self, result: Result) -> None:
@@ -315,7 +315,7 @@ class _Bars:
     def _draw_job(self, job: JobProgress) -> None:
         if self._job is None:
             self._job = self._bars.add_task("", total=job.total, label="problems", said="")
-        self._bars.update(self._job, completed=job.done, said=_left(job.eta_s))
+        self._bars.update(self._job, completed=job.done, said=_eta_text(job.eta_s))
 
     def close(self) -> None:
         self._bars.stop()

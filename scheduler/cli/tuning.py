@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from scheduler.core.progress import Progress
     from scheduler.measure.compilers import Processes
     from scheduler.measure.runner import Runner, RunnerOptions
-    from scheduler.search.job_queue import DeviceExecutor as PlaceOfDevice
+    from scheduler.search.job_queue import DeviceExecutor as DeviceExecutor
     from scheduler.search.job_queue import Executor
     from scheduler.search.job_run import Step
     from scheduler.search.task import Malformed, RangeTask, Result, Task
@@ -58,27 +58,27 @@ def tune(
     fields: Annotated[
         list[str] | None, typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192.")
     ] = None,
-    job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
+    job: Annotated[Path | None, typer.Option(help="A TOML file that lists problems to tune.")] = None,
     missed: Annotated[
         bool,
-        typer.Option("--missed", help="In place of one, what calls on this chip asked for and no record answered."),
+        typer.Option("--missed", help="Tune the problems of calls on this chip that had no record (see misses)."),
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(min=0.001, callback=finite, help="With --missed: for all searches together.")
+        float | None, typer.Option(min=0.001, callback=finite, help="With --missed: total minutes for all searches.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="With --missed: also where next to no gain is expected.")
+        bool, typer.Option("--all", help="With --missed: include problems with almost no expected gain.")
     ] = False,
-    budget: Annotated[int | None, typer.Option(min=1, max=MOST, help="Trials.  [default: 64]")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, max=MOST, help="Number of trials.  [default: 64]")] = None,
     effort: Annotated[
         str | None,
-        typer.Option(help="In place of a budget: quick (8 trials), default (64) or full (until nothing improves)."),
+        typer.Option(help="Instead of --budget: quick (8 trials), default (64) or full (until nothing improves)."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.001, callback=finite, help="Propose no trial after so many seconds.")
+        float | None, typer.Option(min=0.001, callback=finite, help="Start no trial after this many seconds.")
     ] = None,
     backends: Annotated[
-        str | None, typer.Option(help="Kernels to try beside XLA: names with commas, or pallas.")
+        str | None, typer.Option(help="Kernels to try in addition to XLA: comma-separated names, or pallas.")
     ] = None,
     device: Device = 0,
     devices: Devices = None,
@@ -86,18 +86,18 @@ def tune(
     sampler: Annotated[
         str,
         typer.Option(
-            help="What proposes schedules: model (the cost model, then a surrogate), a sampler of Optuna (tpe, gp, "
+            help="Sampler of schedules: model (the cost model, then a surrogate), a sampler of Optuna (tpe, gp, "
             "cmaes, nsgaii, qmc, random), or module:NAME."
         ),
     ] = "model",
     replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
-    keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
+    keep: Annotated[bool, typer.Option("--store", help="With --replay: store the result in the cache.")] = False,
     l2: Annotated[
-        str, typer.Option(help="Where candidates find operands: cold (in memory) or warm (in the cache).")
+        str, typer.Option(help="L2 cache state before each run: cold (operands in memory) or warm.")
     ] = "cold",
-    force: Annotated[bool, typer.Option("--force", help="Also what is tuned already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Tune again even if a valid record exists.")] = False,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="Stop at the first schedule that fails, with its traceback.")
+        bool, typer.Option("--first-error", help="Stop at the first schedule that fails, and print its traceback.")
     ] = False,
     part: Part = None,
     own: Own = None,
@@ -107,43 +107,41 @@ def tune(
         str | None,
         typer.Option(
             "--hardware",
-            help="A chip by a part of its name: v6e. Where it is not here, its compiler estimates, and nothing runs. "
-            "With --engine: GPUs of that name alone.",
+            help="Part of a chip's name: v6e. For an absent chip, its compiler estimates times and nothing runs. "
+            "With --engine: use only GPUs of this name.",
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST, help="Processes to compile in, on a CPU too.  [default: one per core; on a CPU none]"
-        ),
+        typer.Option(min=1, max=MOST, help="Number of compile processes.  [default: one per core; on a CPU none]"),
     ] = None,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the schedules of a problem, or of every problem of a job, by timing them on the device.
+    """Search for the fastest schedule of a problem, or of each problem of a job, by timing candidates on the device.
 
-    Of a chip that is not here (--hardware) by its compiler's estimate, where that is installed: such a record says so,
-    and none replaces one that was measured.
+    For an absent chip (--hardware), its compiler estimates the times, if it is installed. Such a record is marked as
+    estimated and never replaces a measured one.
     """
     if (operation is not None or replay is not None, job is not None, missed).count(True) != 1:
-        raise typer.BadParameter("name either an operation with its fields, or a job (--job job.toml), or say --missed")
+        raise typer.BadParameter("give one of: an operation with its fields, a job (--job job.toml), or --missed")
     if not missed and (minutes is not None or everything):
-        raise typer.BadParameter("--minutes and --all go with --missed")
+        raise typer.BadParameter("--minutes and --all need --missed")
     if missed and (backends is not None or first_error or l2 != "cold"):
-        raise typer.BadParameter("--missed tries every backend, cold, for calls may allow any, and stops at no error")
+        raise typer.BadParameter("--missed excludes --backends, --first-error and --l2 warm")
     if keep and replay is None:
-        raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
+        raise typer.BadParameter("--store needs --replay: measured results are always stored")
     if job is not None and (budget, effort, seconds, backends) != (None, None, None, None):
-        raise typer.BadParameter("budget, effort, seconds and backends of a job are written in its file")
-    early = operation is not None and (replay, engine, devices, hardware) == (None, None, None, None)
-    processes = _started(context, device, workers) if early else None
+        raise typer.BadParameter("set budget, effort, seconds and backends of a job in its file")
+    starts_early = operation is not None and (replay, engine, devices, hardware) == (None, None, None, None)
+    processes = _start_processes(context, device, workers) if starts_early else None
     from scheduler.measure.runner import RunnerOptions
 
     options, opened = RunnerOptions(device, workers, compile_timeout, run_timeout), None
-    if early:
-        opened = _begun(str(operation), options, processes)
-        context.call_on_close(functools.partial(_closed, opened))
+    if starts_early:
+        opened = _open_runner(str(operation), options, processes)
+        context.call_on_close(functools.partial(_close_runner, opened))
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
@@ -154,22 +152,22 @@ def tune(
     from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
-        raise typer.BadParameter("--part is of a job, or of what was missed")
+        raise typer.BadParameter("--part needs --job or --missed")
     ranged = any(is_range(field.partition("=")[2]) for field in fields or [])
     if devices is not None and job is None and not missed and not ranged:
-        raise typer.BadParameter("--devices share a job, or what was missed; one problem is tuned on one: --device")
+        raise typer.BadParameter("--devices needs --job, --missed or a range; for one problem use --device")
     if ranged and (replay is not None or first_error):
-        raise typer.BadParameter("a range goes neither with --replay, which is of one problem, nor with --first-error")
+        raise typer.BadParameter("a range excludes --replay and --first-error")
     if devices is not None and (device or first_error):
-        raise typer.BadParameter("--devices goes neither with --device nor with --first-error")
+        raise typer.BadParameter("--devices excludes --device and --first-error")
     if engine is None and address is not None:
-        raise typer.BadParameter("--address is of a cluster: --engine ray")
+        raise typer.BadParameter("--address needs --engine ray")
     if hardware is not None and (replay is not None or devices is not None):
-        raise typer.BadParameter("--hardware goes neither with --replay nor with --devices")
+        raise typer.BadParameter("--hardware excludes --replay and --devices")
     if engine is not None and (job is None or device or devices is not None or first_error):
-        raise typer.BadParameter("--engine goes with --job, and not with --device, --devices or --first-error")
+        raise typer.BadParameter("--engine needs --job, and excludes --device, --devices and --first-error")
     if l2 not in ("cold", "warm"):
-        raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
+        raise typer.BadParameter(f"--l2 must be cold or warm, found {l2}")
     with usage_errors():
         sampler_of(sampler, seed)  # raises an error for an unknown sampler before any process starts
         wanted = trials(budget, effort)
@@ -181,9 +179,13 @@ def tune(
     if missed:
         search = functools.partial(Task, budget=wanted, seconds=seconds)
         choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
-        some = load(OPERATIONS[0])
-        here = [job_queue.DeviceExecutor.for_(some, options)] if devices is None else chosen(devices, some, options)
-        _tune_missed(choose, store, here, minutes, seed=seed, sampler=sampler, force=force, as_json=as_json)
+        any_operation = load(OPERATIONS[0])
+        local = (
+            [job_queue.DeviceExecutor.for_operation(any_operation, options)]
+            if devices is None
+            else chosen(devices, any_operation, options)
+        )
+        _tune_missed(choose, store, local, minutes, seed=seed, sampler=sampler, force=force, as_json=as_json)
         return
     tasks: Sequence[Task | RangeTask | Malformed]
     with usage_errors():
@@ -194,24 +196,24 @@ def tune(
                 operation = operation or load_known(recording.sweep.operation).name
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
             op = load(str(operation))
-            how = {"budget": wanted, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
-            tasks = [named_task(op, fields or [], how)]
+            search_options = {"budget": wanted, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
+            tasks = [named_task(op, fields or [], search_options)]
     first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
     for task in tasks:
         if isinstance(task, RangeTask):
             say(f"{task}: {plan_text(task)}")
-    where: Sequence[Executor] | None = None
+    executors: Sequence[Executor] | None = None
     with contextlib.ExitStack() as stack:
         if engine is not None:
-            where = stack.enter_context(fleet(engine, address, hardware, options))
+            executors = stack.enter_context(fleet(engine, address, hardware, options))
         elif devices is not None and first is not None:
-            where = chosen(devices, first, options)
+            executors = chosen(devices, first, options)
         elif opened is not None:
-            where = [job_queue.DeviceExecutor(opened.result)]
+            executors = [job_queue.DeviceExecutor(opened.result)]
         _tune(
             tasks,
             store,
-            where,
+            executors,
             runner=recording,
             options=options,
             alone=job is None and not ranged,
@@ -224,7 +226,7 @@ def tune(
         )
 
 
-def _started(context: typer.Context, device: int, workers: int | None) -> Processes | None:
+def _start_processes(context: typer.Context, device: int, workers: int | None) -> Processes | None:
     """Starts the processes of a pool before this process imports JAX; returns None if no processes are needed."""
     from scheduler.measure.compilers import Processes
     from scheduler.measure.gpu import Gpu
@@ -237,7 +239,7 @@ def _started(context: typer.Context, device: int, workers: int | None) -> Proces
     return processes
 
 
-def _begun(operation: str, options: RunnerOptions, processes: Processes | None) -> Future[Runner]:
+def _open_runner(operation: str, options: RunnerOptions, processes: Processes | None) -> Future[Runner]:
     """Starts a runner in a thread, so that it starts while this process imports its other modules."""
     from scheduler.core.interrupts import in_thread
     from scheduler.measure.pool import start_runner
@@ -248,7 +250,7 @@ def _begun(operation: str, options: RunnerOptions, processes: Processes | None) 
     return in_thread(functools.partial(start_runner, loaded, options, processes=processes), "scheduler-start")
 
 
-def _closed(opened: Future[Runner]) -> None:
+def _close_runner(opened: Future[Runner]) -> None:
     """Closes the runner, which is still open if the command ended before a search."""
     if opened.exception() is None:
         opened.result().close()
@@ -257,41 +259,41 @@ def _closed(opened: Future[Runner]) -> None:
 def _tune_missed(
     choose: Callable[[Hardware], Sequence[Task]],
     store: Store,
-    here: Sequence[PlaceOfDevice],
+    executors: Sequence[DeviceExecutor],
     minutes: float | None,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Tunes the tasks that `choose` returns for the local chip, in this order."""
     from scheduler.search.missed import TimeBudget
 
-    bound = TimeBudget(None if minutes is None else 60 * minutes)
+    time_budget = TimeBudget(None if minutes is None else 60 * minutes)
     with contextlib.ExitStack() as stack:
-        for place in here:
-            stack.callback(place.close)
-        here[0].open()
-        _tune(choose(here[0].hardware), store, here, in_order=True, bound=bound, **how)
-    if bound.left:
-        say(f"the {minutes:g} minutes are over, and {bound.left} problems are left; the same command goes on with them")
+        for executor in executors:
+            stack.callback(executor.close)
+        executors[0].open()
+        _tune(choose(executors[0].hardware), store, executors, in_order=True, bound=time_budget, **options)
+    if time_budget.left:
+        say(f"{minutes:g} minutes are over, {time_budget.left} problems are left; run the same command to continue")
 
 
 def _tune(
     tasks: Sequence[Task | RangeTask | Malformed],
     store: Store,
-    places: Sequence[Executor] | None,
+    executors: Sequence[Executor] | None,
     *,
     as_json: bool,
     alone: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Runs the tasks and prints their results.
 
     Args:
       tasks: the tasks.
       store: the store for the records.
-      places: the executors.
+      executors: the executors.
       as_json: whether to print JSON.
       alone: whether there is only one task, printed in detail.
-      how: further arguments of `jobs.run`.
+      options: further arguments of `jobs.run`.
 
     Raises:
       SchedulerError: a problem failed, all schedules of a backend failed, or a record could not be stored.
@@ -302,35 +304,35 @@ def _tune(
     try:
         if alone:
             with shown_progress() as progress:
-                told = functools.partial(_each, progress)
-                results += jobs.run(tasks, places, store=store, progress=told, **how)
+                report = functools.partial(_report_step, progress)
+                results += jobs.run(tasks, executors, store=store, progress=report, **options)
         else:
             with (
-                shown_job(several=places is not None and len(places) > 1) as shown,
+                shown_job(several=executors is not None and len(executors) > 1) as shown,
                 # Closed here, so that an interrupt of this loop ends the job before its results are printed.
-                contextlib.closing(jobs.run(tasks, places, store=store, progress=shown.step, **how)) as ended,
+                contextlib.closing(jobs.run(tasks, executors, store=store, progress=shown.step, **options)) as ended,
             ):
                 for result in ended:
                     results.append(result)
                     shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
-        results.sort(key=lambda result: _place(result.task, written))
+        results.sort(key=lambda result: _sort_key(result.task, written))
         if not alone and results:
             _print_job(results, store, as_json)
     if alone:
         _print_tuned(results[0], store, as_json)
     failed = sum(result.state == "failed" for result in results)
     if failed and not alone:
-        raise SchedulerError(f"{failed} of {len(results)} problems failed; each row says why")
+        raise SchedulerError(f"{failed} of {len(results)} problems failed; each row gives the reason")
     if broken := [f"{result.task}: {lost}" for result in results for lost in result.broken]:
         raise SchedulerError("; ".join(broken))
     unstored = ", ".join(str(result.task) for result in results if not result.stored)
     if unstored:
-        raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")
+        raise SchedulerError(f"results could not be stored in {store.location}: {unstored}")
 
 
-def _place(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tuple[int, int]:
+def _sort_key(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tuple[int, int]:
     """Returns the sort key of a task: the order of `written`, with the points of a range before it, by extent."""
     of: RangeTask | None = getattr(task, "part_of", None)
     if of is None:
@@ -338,7 +340,7 @@ def _place(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tu
     return written[id(of)], getattr(getattr(task, "problem", None), of.field)
 
 
-def _each(progress: Callable[[Task, Progress], None], step: Step) -> None:
+def _report_step(progress: Callable[[Task, Progress], None], step: Step) -> None:
     progress(step.task, step.search)
 
 
@@ -354,17 +356,17 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
     record, problem = result.record, getattr(result.task, "problem", None)
     output(f"{result.task} on {record.key.hardware}")
     if result.state == "known":
-        output(f"Already tuned on {record.environment.date[:10]}, and it still holds; --force tunes it again.", "")
+        output(f"Already tuned on {record.environment.date[:10]}, and still valid; --force tunes it again.", "")
     else:
         if result.reason:
             output(f"Tuned again: {result.reason}.")
-        earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
+        earlier = f" ({result.resumed} of them from an earlier, interrupted run)" if result.resumed else ""
         output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
     output(*record_report.entries(record, problem, result.hardware, console_here().width), "", *verdict.verdict(record))
     with contextlib.suppress(StoreError):  # already reported by a warning
-        output(*search_report.failed_beside(store.last_trials(record.key), record))
+        output(*search_report.failure_lines(store.last_trials(record.key), record))
     if result.stored:
-        output("Nothing is kept: the store is in memory" if store.in_memory else f"Stored in {store.location}")
+        output("Not stored: the store is in memory" if store.in_memory else f"Stored in {store.location}")
 
 
 def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:

@@ -39,26 +39,27 @@ def verify(
         str | None, typer.Option(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
     ] = None,
     hardware: Chips = None,
-    shipped: Annotated[bool, typer.Option("--shipped", help="The records shipped with this package.")] = False,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Verify the records shipped with this package.")] = False,
     within: Annotated[
-        float, typer.Option(min=0, callback=finite, help="By how many percent a winner may be behind.")
+        float,
+        typer.Option(min=0, callback=finite, help="Percent by which a winner may be slower than a rival."),
     ] = 3.0,
-    update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Store the new times and ranking.")] = False,
     device: Device = 0,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
     seed: Seed = 0,
-    plan: Annotated[Path | None, typer.Option(help="A plan's file: its kernels in place of what is stored.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan's file, whose kernels to verify instead.")] = None,
     function: Annotated[
         str | None,
         typer.Option(help="With --plan: time this whole function under it, package.module:STEP or file.py:STEP."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time stored winners again beside their rivals, and say which no longer hold: then the status is 1.
+    """Time stored winners again against their rivals, and report those that are no longer valid, with exit status 1.
 
-    Rivals are the other schedules of the record, XLA's among them, and the model's choice. Only records of the chip
-    that is here can be timed.
+    Rivals are the other schedules of the record, including XLA's, and the model's choice. Only records of a chip of
+    this host can be timed.
     """
     from scheduler.cli import search_report
     from scheduler.measure.runner import RunnerOptions
@@ -68,13 +69,15 @@ def verify(
 
     with usage_errors():
         op = load(operation) if operation is not None else None
-    patience = RunnerOptions(device, None, compile_timeout, run_timeout)
+    options = RunnerOptions(device, None, compile_timeout, run_timeout)
     if function is not None and plan is None:
-        raise typer.BadParameter("--function goes with --plan")
+        raise typer.BadParameter("--function needs --plan")
     if plan is not None:
         if shipped or update or hardware or (fields and function is None):
-            raise typer.BadParameter("--plan verifies all that its file holds: leave fields and other options out")
-        _verify_plan(plan, function, fields or [], within / 100, patience, seed, as_json)
+            raise typer.BadParameter(
+                "--plan verifies its whole file: omit fields and the options --shipped, --update and --hardware"
+            )
+        _verify_plan(plan, function, fields or [], within / 100, options, seed, as_json)
         return
     with usage_errors():
         wanted = field_texts(fields or [])
@@ -85,12 +88,12 @@ def verify(
     stored = records_of(store, op.name if op else None, hardware) if store is not None else []
     records = [record for record in stored if has_fields(record, op, wanted)]
     if not records:
-        raise SchedulerError(f"nothing of that is {'shipped' if shipped else f'in {user.location}'}")
+        raise SchedulerError(f"no such record is {'shipped' if shipped else f'in {user.location}'}")
     verdicts = []
     for verdict in reverify(
         records,
         operation=op,
-        options=patience,
+        options=options,
         within=within / 100,
         seed=seed,
     ):
@@ -108,9 +111,7 @@ def verify(
             output(f"{renewed} records with today's times are stored in {user.location}")
     lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
     if lost:
-        raise SchedulerError(
-            f"{lost} of {len(verdicts)} records no longer hold; tune them again, or store with --update"
-        )
+        raise SchedulerError(f"{lost} of {len(verdicts)} records are no longer valid; tune them again, or use --update")
     if all(verdict.state == "elsewhere" for verdict in verdicts):
         raise SchedulerError(f"none of {len(verdicts)} records could be timed: {verdicts[0].reason}")
 
@@ -161,7 +162,7 @@ def _verify_function(plan: Plan, function: str, arrays: Sequence[str], as_json: 
         output(*found.unplanned)
         output(f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})")
     if found.wrong:
-        raise SchedulerError(f"the plan changes what the function computes: {found.wrong}")
+        raise SchedulerError(f"the plan changes the results of the function: {found.wrong}")
     if margin.high < 0:
         raise SchedulerError("the function is faster without the plan: make it again with scheduler.tune_function")
 
@@ -180,11 +181,11 @@ def _verify_kernels(plan: Plan, within: float, options: Any, seed: int, as_json:
         print_json([search_report.reverified_json(verdict) for verdict in verdicts])
     elif verdicts:
         output(*search_report.reverified(verdicts, console_here().width))
-    others = len(plan.answers) - len(records)
-    if others:
-        say(f"{others} of {len(plan.answers)} answers of the plan are libraries', of which nothing is to be verified")
+    libraries = len(plan.answers) - len(records)
+    if libraries:
+        say(f"{libraries} of {len(plan.answers)} answers of the plan use a library and need no verification")
     if lost := [verdict for verdict in verdicts if verdict.state != "holds"]:
         raise SchedulerError(
-            f"{len(lost)} of {len(records)} kernels of the plan do not hold ({lost[0].record.key}: {lost[0].reason}); "
+            f"{len(lost)} of {len(records)} kernels of the plan are invalid ({lost[0].record.key}: {lost[0].reason}); "
             "make it again with scheduler.tune_function"
         )

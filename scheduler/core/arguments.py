@@ -149,10 +149,10 @@ def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None
     others = " and ".join(backend for backend in operation.backends if backend not in pallas)
     known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {others})'
     if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
-        raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
+        raise TypeError(f"backends must be a name or several, found {wanted!r} {known}")
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     if not names:
-        raise ValueError(f"backends is empty: nothing could run {known}")
+        raise ValueError(f"backends must not be empty {known}")
     return frozenset(
         backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
     )

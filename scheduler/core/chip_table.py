@@ -82,7 +82,7 @@ class Hardware:
       topology: JAX's topology name of machines with this chip, for ahead-of-time compilation on any host
         (`jax.experimental.topologies`); "" if there is no such compiler.
       static_cycles: whether that compiler estimates the cycles of a program.
-      borrowed: the figures are valid for ranking but not as bounds, because they come from another chip of the
+      extrapolated: the figures are valid for ranking but not as bounds, because they come from another chip of the
         architecture, or because times are estimates by a compiler that does not respect them.
       abilities: the measurement capabilities.
     """
@@ -117,7 +117,7 @@ class Hardware:
     topology: str = ""
     static_cycles: bool = False
     onchip_default_bytes: int = 0
-    borrowed: bool = False
+    extrapolated: bool = False
     abilities: Abilities = GPU
 
     @property

@@ -52,7 +52,7 @@ def require_shallow(value: object) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+    raise ValueError(f"at most {DEEPEST} nested levels are allowed, found more")
 
 
 def maker(cls: type[T], by_name: Mapping[str, Check[Any]], *, optional: Collection[str] = ()) -> Check[T]:
@@ -176,7 +176,7 @@ def _of_type(hint: Any, name: str, by_name: Mapping[str, Check[Any]]) -> Check[A
         return _SCALARS[arguments[0]].or_null()
     if origin is not None and issubclass(origin, Mapping):
         return map_of(_of_type(arguments[1], name, by_name))
-    raise TypeError(f"{name}: no check is known for a field of type {hint}")
+    raise TypeError(f"{name}: there is no check for a field of type {hint}")
 
 
 def _at(place: str, check: Check[T], value: object) -> T:
@@ -337,9 +337,9 @@ def parsed(line: str) -> object:
     try:
         value: object = json.loads(line)
     except RecursionError:
-        raise ValueError("JSON nested too deeply to be a record") from None
+        raise ValueError("the JSON is nested too deeply for a record") from None
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"invalid JSON: {error}") from None
     if line.count("[") + line.count("{") > DEEPEST:
         require_shallow(value)
     return value
@@ -432,5 +432,5 @@ def formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str,
     fields = json_object(value)
     if (version := field_of(fields, "format", whole)) not in known:
         names = " or ".join(map(str, known))
-        raise ValueError(f"format {version} is not format {names}, which this version reads: upgrade tile-scheduler")
+        raise ValueError(f"this version reads format {names}, found format {version}: upgrade tile-scheduler")
     return fields

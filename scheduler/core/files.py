@@ -91,13 +91,13 @@ def _piece(file: int, most: int, longest_wait_s: float) -> bytes:
     while not ready.poll(WAKE_S * 1000):
         waited_s += WAKE_S
         if waited_s >= longest_wait_s:
-            raise OSError(errno.ETIMEDOUT, f"nothing came of it for {longest_wait_s:g} s")
+            raise OSError(errno.ETIMEDOUT, f"no data arrived for {longest_wait_s:g} s")
     return os.read(file, most)
 
 
 def _too_large(most: int) -> OSError:
     size = f"{most / 2**20:g} MiB" if most >= 2**20 else f"{most} bytes"
-    return OSError(errno.EFBIG, f"it holds more than {size}, which is the most that is read")
+    return OSError(errno.EFBIG, f"it is larger than {size}, the maximum that is read")
 
 
 def replace_text(path: str | os.PathLike[str], text: str) -> None:

@@ -45,14 +45,14 @@ def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, 
     def run(*args: Any) -> Any:
         return kernel.results(problem, kernel.space(problem, target).decode(schedule), target, *args)
 
-    return _apart(lambda: _traced(run, problem.operands()))
+    return _isolated(lambda: _traced(run, problem.operands()))
 
 
 def of_reference(operation: Operation[Any], problem: Problem) -> str:
     """Returns the current fingerprint of the reference; "" if all kernels have manual versions."""
     if all(kernel.version != BY_PROGRAM for kernel in operation.kernels):
         return ""
-    return _apart(lambda: _traced(problem.reference, problem.operands()))
+    return _isolated(lambda: _traced(problem.reference, problem.operands()))
 
 
 def of_candidate(operation: Operation[Any], problem: Problem, backend: str, schedule: Schedule, target: Target) -> str:
@@ -83,14 +83,14 @@ def changed(
         if then.fingerprint and then.backend in operation.backends:
             now = of_schedule(operation.kernel(then.backend), problem, then.schedule, target)
             if now and now != then.fingerprint:
-                what = f"the {then.backend} kernel ({choice_text(then.backend, then.schedule)})"
-                return _changed(what, jax_version)
+                subject = f"the {then.backend} kernel ({choice_text(then.backend, then.schedule)})"
+                return _changed(subject, jax_version)
     if reference and of_reference(operation, problem) not in (reference, ""):
         return _changed("the reference", jax_version)
     return None
 
 
-def _apart(call: Callable[[], str]) -> str:
+def _isolated(call: Callable[[], str]) -> str:
     """Calls `call` in a new thread, without the caller's mesh, traces and settings.
 
     During the import of a module, `call` runs in the current thread: that thread holds the import lock, so an import
@@ -101,10 +101,10 @@ def _apart(call: Callable[[], str]) -> str:
     return call() if importing else in_fresh_thread(call)
 
 
-def _changed(what: str, jax_version: str) -> Changed | None:
+def _changed(subject: str, jax_version: str) -> Changed | None:
     if jax_version != jax.__version__:
         return None
-    return Changed(f"{what} computes something else than when it was measured")
+    return Changed(f"{subject} has changed since it was measured")
 
 
 def _traced(run: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:

@@ -83,8 +83,8 @@ def _libraries() -> tuple[Path, ...]:
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
     path = Path(file)
-    beside = any(path.is_relative_to(folder.parent) for folder in _libraries())
-    return beside or not _INSTALLED.isdisjoint(path.parts)
+    folder_files = any(path.is_relative_to(folder.parent) for folder in _libraries())
+    return folder_files or not _INSTALLED.isdisjoint(path.parts)
 
 
 @functools.lru_cache(maxsize=4096)

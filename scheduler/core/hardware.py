@@ -37,7 +37,7 @@ def find(kind: str) -> Hardware:
     if len(found) == 1:
         return rows[found[0]]
     if found:
-        raise ValueError(f"hardware {kind!r} is several: {', '.join(found)}")
+        raise ValueError(f"hardware {kind!r} matches several chips: {', '.join(found)}")
     raise ValueError(f"no hardware {unknown_chip(kind, rows)}")
 
 
@@ -78,17 +78,17 @@ def describe(target: Target) -> Hardware:
     """
     if target.platform == CPU.platform:
         return CPU
-    kin = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
-    if not kin:
+    similar = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
+    if not similar:
         raise UnknownChip(
-            f"{target.kind} ({target.architecture}) is not in the table of chips, nor is another of its architecture: "
-            "what it can hold and how fast it is are not known, so no Pallas kernel is chosen or tuned for it"
+            f"{target.kind} ({target.architecture}) is not in the table of chips, and neither is another chip of this "
+            "architecture: its memory and its speed are unknown, so no Pallas kernel is selected or tuned for it"
         )
-    row = next((row for row in kin if row.kind == target.kind), kin[0])
+    row = next((row for row in similar if row.kind == target.kind), similar[0])
     share = target.cores / row.cores
     rates = MappingProxyType({name: rate * share for name, rate in row.flops_per_s.items()})
     return dataclasses.replace(
-        row, kind=target.kind, cores=target.cores, flops_per_s=rates, borrowed=row.kind != target.kind
+        row, kind=target.kind, cores=target.cores, flops_per_s=rates, extrapolated=row.kind != target.kind
     )
 
 

@@ -96,7 +96,7 @@ class Plan:
         seen: set[tuple[str, str]] = set()
         for answer in self.answers:
             if (key := (answer.operation, answer.problem)) in seen:
-                raise ValueError(f"answers: {answer} is answered twice")
+                raise ValueError(f"answers: {answer} occurs twice")
             seen.add(key)
 
     def answer(self, operation: str, problem: str) -> Planned | None:
@@ -141,7 +141,7 @@ class Plan:
         except OSError as error:
             raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from None
         except ValueError as error:  # includes UnicodeDecodeError
-            raise PlanError(f"{path} is no plan that can be used: {error}") from None
+            raise PlanError(f"{path} is not a valid plan: {error}") from None
 
     def _fields(self) -> dict[str, Any]:
         fields = {"format": FORMAT, **dataclasses.asdict(self)}
@@ -173,7 +173,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         cells.append((str(each.count), alone, library))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
-    yield f"{heads[0]}problem, and what answers it"
+    yield f"{heads[0]}problem, and its kernel"
     for head, each in zip(heads[1:], plan.answers, strict=True):
         below = " " * len(head)
         yield head + str(each)
@@ -181,8 +181,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from _folded(choice_text(each.backend, each.schedule) + reason, below)
 
 
-def _folded(said: str, indent: str) -> list[str]:
-    return textwrap.wrap(said, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+def _folded(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _digest_of(fields: Mapping[str, Any]) -> str:
@@ -199,7 +199,7 @@ _PLAN = maker(Plan, {**_BY_NAME, "answers": list_of(maker(Planned, _BY_NAME, opt
 def _plan_of(value: object) -> Plan:
     fields = dict(json_object(value))
     if (version := field_of(fields, "format", whole)) > FORMAT:
-        raise ValueError(f"its format is {version}, and this version reads {FORMAT}: upgrade tile-scheduler")
+        raise ValueError(f"this version reads format {FORMAT}, found format {version}: upgrade tile-scheduler")
     # The digest is of the text as written, because a later version may decode it into other names.
     written, found = field_of(fields, "digest", text), _digest_of({k: v for k, v in fields.items() if k != "digest"})
     plan = _PLAN(fields)

@@ -97,62 +97,62 @@ class JobPace:
 
     def __init__(self, total: int) -> None:
         self._total, self._ended = total, 0
-        self._likely: dict[Hashable, tuple[int, float]] = {}
+        self._expected: dict[Hashable, tuple[int, float]] = {}
         self._started = time.perf_counter()
         self._waiting: dict[Hashable, float] = {}
-        self._begun: dict[Hashable, tuple[float, float, float]] = {}  # work, start time, and completed fraction
+        self._running: dict[Hashable, tuple[float, float, float]] = {}  # work, start time, and completed fraction
         self._work, self._seconds = 0.0, 0.0  # of completed searches
-        self._tells = False
+        self._has_rate = False
         self.lanes = 0  # maximum number of concurrent searches
 
     def expect(self, which: Hashable, work: float) -> None:
         """Adds a pending search."""
         self._waiting[which] = work
 
-    def more(self, problems: int) -> None:
+    def add_problems(self, problems: int) -> None:
         """Adds `problems` to the total."""
         self._total += problems
 
-    def likely(self, which: Hashable, problems: int, work: float) -> None:
+    def expect_more(self, which: Hashable, problems: int, work: float) -> None:
         """Sets how many further problems `which` is likely to add, and their total work; replaces earlier values."""
-        self._likely[which] = problems, work
+        self._expected[which] = problems, work
 
     def begin(self, which: Hashable) -> None:
         """Marks a search as running."""
-        self._begun[which] = self._waiting.pop(which), time.perf_counter(), 0.0
+        self._running[which] = self._waiting.pop(which), time.perf_counter(), 0.0
 
     def step(self, which: Hashable, progress: Progress) -> None:
         """Updates the progress of a running search."""
-        work, since, _ = self._begun[which]
-        self._begun[which] = work, since, TRIALS_SHARE * min(1.0, progress.done / progress.budget)
-        self._tells |= progress.eta_s is not None
+        work, since, _ = self._running[which]
+        self._running[which] = work, since, TRIALS_SHARE * min(1.0, progress.done / progress.budget)
+        self._has_rate |= progress.eta_s is not None
 
     def put_back(self, which: Hashable) -> None:
         """Marks a search as pending again: it was lost, or another process is running it."""
-        self._waiting[which] = self._begun.pop(which)[0]
+        self._waiting[which] = self._running.pop(which)[0]
 
     def end(self, which: Hashable, *, searched: bool) -> None:
         """Marks a problem as completed, with or without a search here."""
         self._ended += 1
         self._waiting.pop(which, None)
-        work, since, _ = self._begun.pop(which, (0.0, 0.0, 0.0))
+        work, since, _ = self._running.pop(which, (0.0, 0.0, 0.0))
         if searched and work:
             self._work += work
             self._seconds += time.perf_counter() - since
-            self._tells = True
+            self._has_rate = True
 
     def now(self) -> JobProgress:
         """Returns the current progress."""
-        total = self._total + sum(problems for problems, _ in self._likely.values())
+        total = self._total + sum(problems for problems, _ in self._expected.values())
         return JobProgress(self._ended, total, time.perf_counter() - self._started, self._left_s())
 
     def _left_s(self) -> float | None:
-        under_way = [work * (1 - share) for work, _, share in self._begun.values()]
-        left = sum(self._waiting.values()) + sum(under_way) + sum(work for _, work in self._likely.values())
+        running = [work * (1 - share) for work, _, share in self._running.values()]
+        left = sum(self._waiting.values()) + sum(running) + sum(work for _, work in self._expected.values())
         if not left:
             return 0.0
-        work = self._work + sum(work * share for work, _, share in self._begun.values())
-        seconds = self._seconds + sum(time.perf_counter() - since for _, since, _ in self._begun.values())
-        if not self._tells or not work:
+        work = self._work + sum(work * share for work, _, share in self._running.values())
+        seconds = self._seconds + sum(time.perf_counter() - since for _, since, _ in self._running.values())
+        if not self._has_rate or not work:
             return None
-        return seconds / work * max(left / max(1, self.lanes, len(under_way)), *under_way, 0.0)
+        return seconds / work * max(left / max(1, self.lanes, len(running)), *running, 0.0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from scheduler.core import rendering
 from scheduler.core.text import encodable, one_line
 from search_spaces import format_problem
 from search_spaces.space import Choice
@@ -343,11 +343,11 @@ class Record:
 
     def __str__(self) -> str:
         """Formats the record in about five lines."""
-        return str(importlib.import_module("scheduler.inspect.notebook").record_text(self))
+        return rendering.load().record_text(self)
 
     def _repr_html_(self) -> str:
-        """Formats the record for a notebook. The import is dynamic because `scheduler.inspect` imports this module."""
-        return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
+        """Formats the record for a notebook."""
+        return rendering.load().record_html(self)
 
 
 class Keyed(Protocol):
@@ -440,8 +440,8 @@ def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> K
 
 def family_of(problem: Problem, field: str) -> str:
     """Returns the canonical text of a problem without `field`, equal for all problems that differ only in it."""
-    told = {name: value for name, value in problem.told().items() if name != field}
-    return json.dumps(told, sort_keys=True, separators=(",", ":"))
+    fields = {name: value for name, value in problem.non_default_fields().items() if name != field}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 def families_of(problem: Problem) -> list[str]:

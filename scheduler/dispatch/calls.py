@@ -56,24 +56,24 @@ def signature(operation: Operation[Any], options: tuple[str, ...], last: tuple[s
     return Signature(operation, options, last)
 
 
-def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
+def answer(called: Signature, options: tuple[Any, ...], *arrays: Any) -> Any:
     """Runs a call and returns its result.
 
     Args:
       called: the signature of the call.
-      how: `on_miss`, `backends`, `schedule`, and the values of the signature's options.
+      options: `on_miss`, `backends`, `schedule`, and the values of the signature's options.
       arrays: the positional arrays, then the keyword arrays.
     """
     tracer = jax.core.Tracer
     for x in arrays:
         if isinstance(x, tracer):
-            return _function(called, how)(*arrays)
+            return _function(called, options)(*arrays)
     try:
-        compiled = _compiled[called, how, target.value, in_plan.value]
+        compiled = _compiled[called, options, target.value, in_plan.value]
     except (KeyError, TypeError):  # TypeError: unhashable arguments, such as a list or a dict
         compiled = None
     try:
-        return _first_answer(called, tuple(map(_frozen, how)), arrays) if compiled is None else compiled(*arrays)
+        return _first_answer(called, tuple(map(_frozen, options)), arrays) if compiled is None else compiled(*arrays)
     except jax.errors.JaxRuntimeError as error:
         raise partitioning_compat.raised_by(error) from None
     except TypeError:  # JAX's message would name the jitted function instead of the user's
@@ -94,18 +94,18 @@ def forget(operation: Operation[Any] | None = None) -> None:
         _compiled.pop(key, None)
 
 
-def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+def _first_answer(called: Signature, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
     """Runs a call with a newly jitted function, which is dropped if the call fails.
 
     A rejected value may equal a valid one as a cache key: 8.0 columns are rejected, and 8 columns are valid.
     """
-    key = called, how, target.value, in_plan.value
+    key = called, options, target.value, in_plan.value
     compiled = None
     with contextlib.suppress(KeyError, TypeError):  # arguments that are still unhashable are rejected below
         compiled = _compiled[key]
     if compiled is not None:
         return compiled(*arrays)
-    function = _function(called, how)
+    function = _function(called, options)
     function.__name__ = function.__qualname__ = f"tuned_{called.operation.name}"
     _require_hashable(called.operation, key)
     if len(_compiled) >= MOST_COMPILED:
@@ -120,12 +120,12 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
 
 def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
     """Raises a TypeError if one of a call's operands is not an array."""
-    for place, x in enumerate(arrays):
+    for index, x in enumerate(arrays):
         for leaf in jax.tree.leaves(x):
             if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex):
                 continue
-            from_end = place - (len(arrays) - len(called.last))
-            name = called.last[from_end] if from_end >= 0 else f"operand {place + 1}"
+            from_end = index - (len(arrays) - len(called.last))
+            name = called.last[from_end] if from_end >= 0 else f"operand {index + 1}"
             raise TypeError(f"{name} of {called.operation.name} must be an array, not {type(leaf).__name__}") from None
 
 
@@ -138,12 +138,12 @@ def number(name: str, value: Any) -> float:
     """
     try:
         if not isinstance(value, str | bytes | bytearray):
-            return _itself(float(value))
+            return _nan_singleton(float(value))
     except OverflowError:
         raise ValueError(f"{name} is an integer too large for a float: give a float") from None
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         pass
-    raise TypeError(f"{name} is {_described(value)}; it is part of the compiled program, so give a number")
+    raise TypeError(f"{name} is {_value_text(value)}; it is part of the compiled program, so give a number")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -158,7 +158,7 @@ def flag(name: str, value: Any) -> bool:
         return bool(value)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"{name} is {_described(value)}; it is part of the compiled program, so give True or False"
+            f"{name} is {_value_text(value)}; it is part of the compiled program, so give True or False"
         ) from None
 
 
@@ -176,11 +176,11 @@ def axes(value: Any) -> Any:
         return operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"axis is {_described(value)}; it is part of the compiled program, so give an integer or several"
+            f"axis is {_value_text(value)}; it is part of the compiled program, so give an integer or several"
         ) from None
 
 
-def _described(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
 
 
@@ -200,10 +200,10 @@ def _frozen(value: Any) -> Any:
         return frozenset(value)
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else _itself(value)
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else _nan_singleton(value)
 
 
-def _itself(value: Any) -> Any:
+def _nan_singleton(value: Any) -> Any:
     """Returns `value`, or the single object `math.nan` for a NaN.
 
     A NaN does not equal itself, so a dict finds it as a key only by identity.
@@ -211,31 +211,31 @@ def _itself(value: Any) -> Any:
     return math.nan if isinstance(value, float | np.floating) and value != value else value
 
 
-def _tuned(operation: Operation[Any], options: dispatch.Options, bound: BoundCall[Any]) -> Any:
+def _call_tuned(operation: Operation[Any], options: dispatch.Options, bound: BoundCall[Any]) -> Any:
     _require_hashable(operation, bound.params)
     with formulas():
         result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
         return result if bound.restore is None else bound.restore(*as_tuple(result))
 
 
-def _by_library(operation: Operation[Any], bound: BoundCall[Any]) -> Any:
+def _call_library(operation: Operation[Any], bound: BoundCall[Any]) -> Any:
     params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
     with formulas():
         results = library(operation, bound.problem, params, *bound.operands)
         return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
 
 
-def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
+def _call_global(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
     """Binds and runs the call on global arrays with explicit mesh axes."""
     with allow_explicit_axes():
         bound = bind()
     if isinstance(bound, Unsupported):
         raise sharded.NotShardable(bound.reason)
-    return _tuned(operation, options, bound)
+    return _call_tuned(operation, options, bound)
 
 
-def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
-    on_miss, backends, schedule, *values = how
+def _function(called: Signature, options_and_values: tuple[Any, ...]) -> Callable[..., Any]:
+    on_miss, backends, schedule, *values = options_and_values
     operation, last = called.operation, called.last
     options = dispatch.options(
         operation,
@@ -256,11 +256,11 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
         if isinstance(bound, Unsupported):
             plain, reason = bound.answer, bound.reason
         elif jax_compat.has_explicit_axes(given):
-            plain, reason = functools.partial(_by_library, operation, bound), EXPLICIT_AXES
+            plain, reason = functools.partial(_call_library, operation, bound), EXPLICIT_AXES
         else:
-            return _tuned(operation, options, bound)
+            return _call_tuned(operation, options, bound)
         if reason == EXPLICIT_AXES:
-            whole = functools.partial(_of_whole_arrays, operation, options, bind)
+            whole = functools.partial(_call_global, operation, options, bind)
             result = sharded.sharded_or_reason(given, whole, plain)
             if not isinstance(result, str):
                 return result

@@ -120,18 +120,18 @@ def options(
         given = {} if schedule is None else {name: as_choice(value) for name, value in dict(schedule).items()}
         items = None if schedule is None else tuple(sorted(given.items()))
     except (TypeError, ValueError):
-        raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
-    policy, among = _policy(on_miss), named_backends(operation, backends)
+        raise TypeError(f"schedule must be a dict of fields or a schedule, found {schedule!r}") from None
+    policy, allowed = _policy(on_miss), named_backends(operation, backends)
     library = operation.library.backend
-    if policy == "xla" and among is not None and library not in among:
-        raise ValueError(f"on_miss='xla' asks for an answer that {backends=} leaves out: allow {library!r}, too")
+    if policy == "xla" and allowed is not None and library not in allowed:
+        raise ValueError(f"on_miss='xla' needs the backend {library!r}, but found {backends=}: add {library!r}")
     return Options(
         on_miss=policy,
-        backends=among,
+        backends=allowed,
         schedule=items,
         target=target,
         plan=plan,
-        generation=_answers.generation + _edits.get(operation, 0),
+        generation=_decisions.generation + _edits.get(operation, 0),
         sure=sure,
     )
 
@@ -153,7 +153,7 @@ def decide(operation: Operation[Any], problem: Problem, platform: str, options: 
       NoCandidate: the library is excluded and no other kernel can run; the message has the reason.
       SchedulerError: the policy is "tune" in a job of several processes.
     """
-    return _answers.decide(operation, problem, platform, options)
+    return _decisions.decide(operation, problem, platform, options)
 
 
 def leave_to_library(operation: Operation[Any], options: Options, reason: str) -> None:
@@ -167,13 +167,13 @@ def leave_to_library(operation: Operation[Any], options: Options, reason: str) -
     if options.backends is not None and library not in options.backends:
         allowed = ", ".join(sorted(options.backends))
         raise NoCandidate(
-            f"no kernel of {operation.name} can be asked: {reason}; only {library} could answer, which the backends "
-            f"allowed ({allowed}) leave out"
+            f"no kernel of {operation.name} can be selected: {reason}; only {library} can run, but the call allows "
+            f"{allowed}"
         )
     if options.schedule:
         words = schedule_text(dict(options.schedule))
         raise IllegalSchedule(f"{operation.name} cannot run the schedule {words}: {reason}")
-    logger.debug("%s: %s answers, and no kernel is asked: %s", operation.name, library, reason)
+    logger.debug("%s: %s is used, and no kernel is selected: %s", operation.name, library, reason)
 
 
 def reload() -> None:
@@ -181,11 +181,11 @@ def reload() -> None:
 
     Functions compiled with the user's own `jax.jit` keep the schedules they were compiled with.
     """
-    global _answers
+    global _decisions
     constants.forget()
     planned.forget()
     with _replacing:
-        old, _answers = _answers, _Answers(_answers.generation + 1)
+        old, _decisions = _decisions, _Decisions(_decisions.generation + 1)
     old.cache.close()
 
 
@@ -197,10 +197,10 @@ def forget(operation: Operation[Any]) -> None:
 
 def user_cache() -> Cache:
     """Returns the stores that calls read since the last `reload`."""
-    return _answers.cache
+    return _decisions.cache
 
 
-class _Answers:
+class _Decisions:
     """Decisions since the last `reload`, with one lock per problem that is being decided."""
 
     def __init__(self, generation: int) -> None:
@@ -223,9 +223,9 @@ class _Answers:
         with self._lock((operation, problem, platform, options.target)):
             if (known := self.decisions.get(key)) is not None:
                 return known
-            decision = _Deciding(operation, problem, platform, options, self.cache).decide()
+            decision = _Selection(operation, problem, platform, options, self.cache).decide()
             chip, backend = decision.target.kind, decision.kernel.backend
-            logger.debug("%s %s on %s: %s answers: %s", operation.name, problem, chip, backend, decision.reason)
+            logger.debug("%s %s on %s: %s is selected: %s", operation.name, problem, chip, backend, decision.reason)
             if len(self.decisions) >= MOST_DECISIONS:
                 self.decisions.clear()
             self.decisions[key] = decision
@@ -244,7 +244,7 @@ class _Answers:
 
 
 @dataclasses.dataclass
-class _Deciding:
+class _Selection:
     """The selection of a schedule for one call."""
 
     operation: Operation[Any]
@@ -259,11 +259,11 @@ class _Deciding:
         except UnknownChip as unknown:
             reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
-            say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
+            say_once(f"{self.operation.name} {self.problem}: {reason}; XLA is used")
             target = Target(self.platform, self.platform, "", 1)
             return Decision(self.operation.library, Library(), target, reason)
         if self.options.schedule is not None:
-            return self._given(hardware, dict(self.options.schedule))
+            return self._explicit(hardware, dict(self.options.schedule))
         if self.options.backends == frozenset({self.operation.library.backend}):
             return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
         if self.options.plan is not None:
@@ -274,19 +274,21 @@ class _Deciding:
         found = self._stored(hardware)
         return found if isinstance(found, Decision) else self._missed(hardware, found)
 
-    def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
+    def _explicit(self, hardware: Hardware, schedule: Schedule) -> Decision:
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
         fitting = [k for k in allowed if has_fields(k, self.problem, hardware.target, schedule)] or allowed
         reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
             return self._decision(hardware, legal[0].backend, schedule, "the caller's schedule")
-        words = schedule_text(schedule)
+        text = schedule_text(schedule)
         if legal:
             names = ", ".join(kernel.backend for kernel in legal)
-            raise IllegalSchedule(f"the schedule {words} suits several backends ({names}): choose one with backends=")
+            raise IllegalSchedule(
+                f"the schedule {text} is valid for several backends ({names}): choose one with backends="
+            )
         why = "; ".join(f"{kernel.backend}: {reason}" for kernel, reason in reasons.items())
-        raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
+        raise IllegalSchedule(f"{self._call_text(hardware)} cannot run the schedule {text}: {why}")
 
     def _stored(self, hardware: Hardware) -> Decision | str:
         """Returns the stored decision, or why the stored records cannot be used; "" if nothing is stored."""
@@ -306,19 +308,19 @@ class _Deciding:
         )
         return found if isinstance(found, str) else self._decision(hardware, *found)
 
-    def _missed(self, hardware: Hardware, useless: str) -> Decision:
+    def _missed(self, hardware: Hardware, invalid_reason: str) -> Decision:
         policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
         if policy == "error":
             note_miss(self.cache, self.operation, key)
             stop_script_import()  # the suggested command imports the script that made this call
-            why = f" ({useless})" if useless else ""
+            why = f" ({invalid_reason})" if invalid_reason else ""
             command = hints.tune(self.operation, self.problem, hardware)
-            raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
-        if isinstance(useless, Changed) and (policy != "tune" or self.options.target):
+            raise CacheMiss(f"no schedule for {self._call_text(hardware)}{why}; run: {command}")
+        if isinstance(invalid_reason, Changed) and (policy != "tune" or self.options.target):
             command = hints.tune(self.operation, self.problem, hardware)
-            warn_once(f"{self._question(hardware)}: {useless}; to measure it again, run: {command}")
+            warn_once(f"{self._call_text(hardware)}: {invalid_reason}; to measure it again, run: {command}")
         if policy == "xla":
-            say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
+            say_once(f"{self._call_text(hardware)}: no schedule is stored; XLA is used")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
             return self._decision(hardware, library, {}, reason, missed=key)
         if policy == "tune" and not self.options.target:  # the chip of an explicit target may be absent
@@ -339,7 +341,7 @@ class _Deciding:
             sure=self.options.sure,
         )
         say_once(
-            f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"
+            f"{self._call_text(hardware)}: no schedule is stored; the model selects {found.backend}: {found.reason}"
         )
         key = key_of(self.operation, self.problem, hardware)
         return self._decision(hardware, found.backend, found.schedule, found.reason, missed=key)
@@ -350,16 +352,16 @@ class _Deciding:
         if jax.process_count() > 1:
             command = hints.tune(self.operation, self.problem, hardware)
             raise SchedulerError(
-                f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
+                f"on_miss='tune' in a job of {jax.process_count()} processes, which could select different schedules; "
                 f"tune beforehand ({command}) and ship the record, or use on_miss='model'"
             )
         if self.options.divided:
-            reason = "it is one device's part of a call, which is known when XLA compiles that"
+            reason = "it is one device's shard of a call, which is known only when XLA compiles"
             command = hints.tune(self.operation, self.problem, hardware)
-            warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead); run: {command}")
+            warn_once(f"{self._call_text(hardware)} is not tuned: {reason} (the model selects instead); run: {command}")
             return self._predicted(hardware)
         stop_script_import()
-        say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
+        say_once(f"{self._call_text(hardware)}: no schedule is stored; tuning now")
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:
             record = in_fresh_thread(
@@ -367,13 +369,13 @@ class _Deciding:
             )
         except (TakesHours, WorkerError) as error:  # most often because this process holds the GPU's memory
             reason = str(error).splitlines()[0]
-            warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
+            warn_once(f"{self._call_text(hardware)} is not tuned: {reason} (the model selects instead)")
             return self._predicted(hardware)
         for lost in record.failed:
-            warn_once(f"{self._question(hardware)}: {lost}")
+            warn_once(f"{self._call_text(hardware)}: {lost}")
         found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
-            raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
+            raise SchedulerError(f"{self._call_text(hardware)}: tuned, but no schedule can be used: {found}")
         return self._decision(hardware, found.backend, found.schedule, "measured now")
 
     def _decision(
@@ -383,7 +385,7 @@ class _Deciding:
         space = kernel.space(self.problem, hardware.target)
         return Decision(kernel, space.decode(schedule), hardware.target, reason, missed)
 
-    def _question(self, hardware: Hardware) -> str:
+    def _call_text(self, hardware: Hardware) -> str:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"
 
 
@@ -398,10 +400,12 @@ def hardware_for(platform: str, target: str) -> Hardware:
     try:
         return chips.detect(jax.local_devices(backend=platform)[0])
     except RuntimeError as error:  # raised by JAX if the platform has no device here
-        raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
+        raise UnknownChip(
+            f"this host has no {platform} device, and scheduler.target() sets no {platform} chip"
+        ) from error
 
 
 _replacing = threading.Lock()
 # Operation -> the number of `forget` calls.
 _edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
-_answers = _Answers(0)
+_decisions = _Decisions(0)

@@ -98,22 +98,22 @@ def answer(
     plan, library = force.plan, operation.library.backend
     if jax.process_count() > 1:
         require_one_code(plan.digest)
-    found = held(plan, operation, problem, hardware)
+    found = planned_entry(plan, operation, problem, hardware)
     reason = found.reason
     if isinstance(found, Planned):
         if backends is None or found.backend in backends:
             return found.backend, found.schedule, f"the plan {plan.digest}: {reason}"
         reason = (
-            f"the plan {plan.digest} answers {operation.name} {problem} by {found.backend}, which the call leaves out"
+            f"the plan {plan.digest} uses {found.backend} for {operation.name} {problem}, which the call does not allow"
         )
     if strict or force.missing == "error":
         raise CacheMiss(f"{reason}; scheduler.tune_function makes a plan")
     if backends is not None and library not in backends:
-        raise NoCandidate(f"{reason}; only {library} could answer, which the call leaves out")
+        raise NoCandidate(f"{reason}; only {library} can run, which the call does not allow")
     if isinstance(found, Stale):
-        warn_once(f"{reason}; {library} answers")
+        warn_once(f"{reason}; {library} is used")
     else:
-        logger.info("%s; %s answers", reason, library)
+        logger.info("%s; %s is used", reason, library)
     return library, {}, reason
 
 
@@ -131,25 +131,27 @@ class Unplanned:
     reason: str
 
 
-def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hardware) -> Planned | Stale | Unplanned:
+def planned_entry(
+    plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hardware
+) -> Planned | Stale | Unplanned:
     """Returns a plan's entry for a problem, checked like stored records."""
     if plan.hardware != hardware.id:
-        return Stale(f"the plan {plan.digest} is of {plan.hardware}, and this is {hardware.id}")
-    which = f"the plan {plan.digest} answers {operation.name} {problem}"
+        return Stale(f"the plan {plan.digest} is for {plan.hardware}, and this is {hardware.id}")
+    which = f"the plan {plan.digest} for {operation.name} {problem}"
     found = plan.answer(operation.name, problem.canonical())
     if found is None:
-        return Unplanned(f"the plan {plan.digest} holds no {operation.name} {problem}")
+        return Unplanned(f"the plan {plan.digest} has no entry for {operation.name} {problem}")
     if found.backend not in operation.backends:
         here = ", ".join(operation.backends)
-        return Stale(f"{which} by {found.backend}, which it has no more (it has: {here}): make the plan again")
+        return Stale(f"{which} uses {found.backend}, which no longer exists (available: {here}): make the plan again")
     kernel = operation.kernel(found.backend)
     if kernel.version != found.version:
         return Stale(
-            f"{which} by version {found.version} of the {found.backend} kernel, which is now version {kernel.version}: "
+            f"{which} uses version {found.version} of the {found.backend} kernel, now version {kernel.version}: "
             "make the plan again"
         )
     if reason := illegal(kernel, problem, hardware, found.schedule):
-        return Stale(f"{which} by what cannot run: {reason}")
+        return Stale(f"{which} has a schedule that cannot run: {reason}")
     edited = changed(
         operation,
         problem,
@@ -158,4 +160,4 @@ def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hard
         reference=found.reference,
         jax_version=plan.environment.jax,
     )
-    return found if edited is None else Stale(f"{which}, and {edited}: make the plan again")
+    return found if edited is None else Stale(f"{which} is stale, {edited}: make the plan again")

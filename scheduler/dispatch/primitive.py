@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from scheduler.core.arguments import backends_of_another
 from scheduler.dispatch import dispatch, sharded
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.listening import Listening
+from scheduler.dispatch.query_recorder import RecordingOptions
 from search_spaces import jax_compat, lowering_compat
 from search_spaces.configuration import formulas
 from search_spaces.front_end import Shape, SplitAxes, split_axes
@@ -48,10 +48,10 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
     """
     if jax_compat.has_explicit_axes(args):
 
-        def part(posed: Problem, *local: Any) -> Any:
+        def part(local_problem: Problem, *local: Any) -> Any:
             if jax_compat.has_explicit_axes(local):
                 raise sharded.NotShardable("a `vmap` has taken an axis of the mesh that divides them")
-            return tuned_call(operation, posed, *local, params=params, options=options)
+            return tuned_call(operation, local_problem, *local, params=params, options=options)
 
         return sharded.call_sharded(operation, problem, options, part, *args)
     if operation.vjp_fwd is not None and not lowering_compat.is_expanded_by_jet(args):
@@ -69,12 +69,12 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
     found = [(jnp.shape(x), jnp.result_type(x)) for x in args]
     try:
         if [dtype for _, dtype in found] != [dtype for _, dtype in wanted]:
-            raise ValueError("their dtypes differ")
-        _unfolded(operation, problem, tuple(shape for shape, _ in found))
+            raise ValueError("dtypes differ")
+        _split_axes(operation, problem, tuple(shape for shape, _ in found))
     except ValueError as error:
-        told = ", ".join(map(_typed, found)) or "nothing"
+        got = ", ".join(map(_typed, found)) or "nothing"
         raise ValueError(
-            f"{operation.name} {problem} wants {', '.join(map(_typed, wanted))} and got {told}: {error}"
+            f"{operation.name} {problem} expects {', '.join(map(_typed, wanted))}, got {got}: {error}"
         ) from None
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
@@ -82,7 +82,7 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
 
 
 @functools.lru_cache(maxsize=4096)
-def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> SplitAxes[Any] | None:
+def _split_axes(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> SplitAxes[Any] | None:
     """Returns how operands of these shapes split axes of the problem; None if the shapes equal the problem's.
 
     Raises:
@@ -92,22 +92,22 @@ def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, 
         return None
     sharding = operation.sharding(problem)
     if sharding is None or len(shapes) != len(problem.operands()):
-        raise ValueError("they are others")
+        raise ValueError("shapes differ")
     return split_axes(sharding, problem, shapes)
 
 
-def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> SplitAxes[Any] | None:
-    return _unfolded(operation, problem, tuple(x.shape for x in args))
+def _split_axes_of(operation: Operation[Any], problem: Problem, args: Any) -> SplitAxes[Any] | None:
+    return _split_axes(operation, problem, tuple(x.shape for x in args))
 
 
 def library(operation: Operation[Any], problem: Problem, params: Params, /, *args: Any) -> tuple[jax.Array, ...]:
     """Returns the results of the library kernel, for arrays as in `tuned_call`."""
 
-    def run(posed: Problem, *own: Any) -> tuple[jax.Array, ...]:
-        return operation.library.results(posed, Library(), ANY_TARGET, *own, **dict(params))
+    def run(own_problem: Problem, *own: Any) -> tuple[jax.Array, ...]:
+        return operation.library.results(own_problem, Library(), ANY_TARGET, *own, **dict(params))
 
-    unfolded = _unfolded_args(operation, problem, args)
-    return run(problem, *args) if unfolded is None else unfolded.each(problem, run, *args)
+    split = _split_axes_of(operation, problem, args)
+    return run(problem, *args) if split is None else split.each(problem, run, *args)
 
 
 def _typed(array: tuple[tuple[int, ...], Any]) -> str:
@@ -143,12 +143,11 @@ def _results(
     operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns shapes and dtypes of the results for operands of these shapes."""
-    unfolded, own = _unfolded(operation, problem, shapes), problem.results()
-    if unfolded is None:
+    split, own = _split_axes(operation, problem, shapes), problem.results()
+    if split is None:
         return own
     return tuple(
-        jax.ShapeDtypeStruct(shape, s.dtype)
-        for shape, s in zip(unfolded.shapes(problem)[len(shapes) :], own, strict=True)
+        jax.ShapeDtypeStruct(shape, s.dtype) for shape, s in zip(split.shapes(problem)[len(shapes) :], own, strict=True)
     )
 
 
@@ -158,21 +157,21 @@ def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, pa
         if not isinstance(lowered, str):
             return lowered
         dispatch.leave_to_library(operation, options, f"{problem}: {dispatch.ON_A_MESH}, and {lowered}")
-        if isinstance(options, Listening):
-            options.listener.left.append(lowered)
+        if isinstance(options, RecordingOptions):
+            options.recorder.not_recorded.append(lowered)
         return jax_compat.lower(functools.partial(library, operation, problem, params), ctx, args)
-    if isinstance(options, Listening):
-        options.listener.asked.append((operation, problem))
+    if isinstance(options, RecordingOptions):
+        options.recorder.queries.append((operation, problem))
         return jax_compat.lower(functools.partial(library, operation, problem, params), ctx, args)
 
     (platform,) = ctx.platforms or ctx.module_context.platforms
     found = dispatch.decide(operation, problem, platform, options)
 
-    def run(posed: Problem, *own: Any) -> tuple[jax.Array, ...]:
-        return found.kernel.results(posed, found.schedule, found.target, *own, **dict(params))
+    def run(own_problem: Problem, *own: Any) -> tuple[jax.Array, ...]:
+        return found.kernel.results(own_problem, found.schedule, found.target, *own, **dict(params))
 
-    unfolded = _unfolded_args(operation, problem, ctx.avals_in)
-    answer = functools.partial(run, problem) if unfolded is None else functools.partial(unfolded.at_once, problem, run)
+    split = _split_axes_of(operation, problem, ctx.avals_in)
+    answer = functools.partial(run, problem) if split is None else functools.partial(split.at_once, problem, run)
     return jax_compat.lower(answer, ctx, args)
 
 
@@ -217,7 +216,9 @@ def _transpose(
     if all(ct is None for ct in given):
         return [ad.Zero(x.aval) if is_linear else None for x, is_linear in zip(args, linear, strict=True)]
     if operation.transpose is None:
-        raise NotImplementedError(f"{operation.name} has no transpose; give its Operation one, or no jvp that needs it")
+        raise NotImplementedError(
+            f"{operation.name} has no transpose: set Operation.transpose, or use a jvp that needs none"
+        )
     known = [None if is_linear else x for x, is_linear in zip(args, linear, strict=True)]
     return operation.transpose(_caller(operation, problem, params, options), problem, problem.pack(given), known)
 
@@ -291,13 +292,13 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
 
     def call(*args: Any, **others_params: Any) -> Any:
         if isinstance(args[0], Operation):
-            other, posed, *arrays = args
+            other, called_problem, *arrays = args
             allowed = backends_of_another(other, operation, options.backends)
             own = dataclasses.replace(options, schedule=None, backends=allowed)
-            return tuned_call(other, posed, *arrays, params=tuple(others_params.items()), options=own)
-        posed, *arrays = args
-        own = options if posed == problem else dataclasses.replace(options, schedule=None)
-        return _bind(operation, posed, params, own, *arrays)
+            return tuned_call(other, called_problem, *arrays, params=tuple(others_params.items()), options=own)
+        called_problem, *arrays = args
+        own = options if called_problem == problem else dataclasses.replace(options, schedule=None)
+        return _bind(operation, called_problem, params, own, *arrays)
 
     call.params = dict(params)  # type: ignore[attr-defined]
     return call

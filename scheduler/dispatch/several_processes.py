@@ -36,7 +36,7 @@ def require_one_code(plan: str = "") -> None:
         try:
             first = jax_compat.value_of_first_process(f"digest/{len(_agreed)}", own)
         except RuntimeError as error:
-            text.warn_safely(f"cannot tell whether all processes choose the same schedules: {error}")
+            text.warn_safely(f"cannot check whether all processes select the same schedules: {error}")
             first = own
         if first != own:
             raise SchedulerError(f"process {jax.process_index()} {_difference(plan, first.partition(' ')[0])}")
@@ -45,13 +45,13 @@ def require_one_code(plan: str = "") -> None:
 
 def _difference(own: str, first: str) -> str:
     if own == first:
-        what = "code" if own else "code or other shipped records"
+        kinds = "code" if own else "code or other shipped records"
         return (
-            f"has other {what} than process 0 and could choose another schedule; install the same tile-scheduler and "
+            f"has other {kinds} than process 0 and could select another schedule; install the same tile-scheduler and "
             "the same jax everywhere"
         )
-    here, there = (f"by the plan {plan}" if plan else "without a plan" for plan in (own, first))
-    return f"answers {here}, and process 0 {there}; give all processes the same plan"
+    here, there = (f"with the plan {plan}" if plan else "without a plan" for plan in (own, first))
+    return f"runs {here}, and process 0 {there}; give all processes the same plan"
 
 
 def _digest() -> str:

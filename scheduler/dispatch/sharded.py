@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.listening import digest
+from scheduler.dispatch.query_recorder import digest
 from search_spaces import partitioning_compat
 from search_spaces.front_end import Shape, split_axes
 from search_spaces.operation import Operation, Params
@@ -41,10 +41,10 @@ def sharding_of(
       options: the options of the call.
     """
     if options.backends == frozenset({operation.library.backend}):
-        return "only the library may answer, which XLA divides by itself"
+        return "only the library is allowed, which XLA partitions itself"
     found = operation.sharding(problem)
     if found is None:
-        return f"{operation.name} does not say how it is divided over devices (Operation.shard)"
+        return f"{operation.name} does not declare how it is sharded over devices (Operation.shard)"
     return split_axes(found, problem, shapes)
 
 
@@ -75,7 +75,7 @@ def lower_divided_call(
 
     def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:
         found = divide(sharding, problem, mesh, operands, results)
-        logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), describe_sharding(found))
+        logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), sharding_text(found))
         run = functools.partial(compute, found, functools.partial(bind, operation, params, local))
         return Parts(run, found.operands, found.results)
 
@@ -101,12 +101,12 @@ def _scatter(x: Any, axes: tuple[str, ...], dim: int) -> Any:
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def describe_sharding(found: Divided[Any]) -> str:
+def sharding_text(found: Divided[Any]) -> str:
     """Describes the computation of each device, for the log."""
     sums = {axis for axes in found.sums for axis in axes}
     scattered = " and scattered" if found.scatters else ""
     summed = f", summed over {', '.join(sorted(sums))}{scattered}" if sums else ""
-    return "; ".join([f"each device asks for {found.problem}{summed}", *found.gathered])
+    return "; ".join([f"each device runs {found.problem}{summed}", *found.gathered])
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:
@@ -153,7 +153,7 @@ def call_sharded(
         tuple(map(partitioning_compat.partition_spec, specs)) for specs in (found.operands, found.results)
     )
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(args, in_specs, strict=True)]
-    logger.debug("%s %s on %s: %s", operation.name, problem, mesh, describe_sharding(found))
+    logger.debug("%s %s on %s: %s", operation.name, problem, mesh, sharding_text(found))
     return problem.pack(jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed))
 
 
@@ -169,7 +169,7 @@ def sharded_or_reason(arrays: Sequence[Any], tuned: Callable[[], Any], plain: Ca
     before = _mesh.set(_mesh_of(arrays))
     try:
         found = _types(tuned)
-        return tuned() if found == wanted else f"its result would be {found}, where JAX's is {wanted}"
+        return tuned() if found == wanted else f"its result would be {found}, and JAX's is {wanted}"
     except NotShardable as reason:
         return str(reason)
     except partitioning_compat.ShardingTypeError as error:  # sharded axes that cannot be folded into one

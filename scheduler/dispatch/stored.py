@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("scheduler")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def stored(
@@ -58,34 +58,34 @@ def stored(
       Backend, schedule and origin. If nothing stored can be used, the reason, or "" if nothing is stored. The reason is
       a `Changed` if code was edited.
     """
-    question, useless = f"{operation.name} {problem} on {hardware.kind}", ""
+    call_text, invalid_reason = f"{operation.name} {problem} on {hardware.kind}", ""
     estimated: tuple[str, Schedule, str] | None = None
-    for place, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
+    for source, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
-            say_once(f"{question}: the schedule in {place} no longer holds: {found}")
-            useless = useless or type(found)(f"what {place} has does not hold: {found}")
+            say_once(f"{call_text}: the schedule in {source} is no longer valid: {found}")
+            invalid_reason = invalid_reason or type(found)(f"the record in {source} is invalid: {found}")
         elif not record.estimated:
-            return found.backend, found.schedule, f"measured, from {place}"
+            return found.backend, found.schedule, f"measured, from {source}"
         elif estimated is None:
-            estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {place}"
+            estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {source}"
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
         from scheduler.prediction.between import RangeAnswer, between  # imported late, as few stores have ranges
 
         def points(key: Key) -> Iterator[Record]:
-            held = [record for _, record in cache.find(key, shared_only=shared_only)]
-            return iter(sorted(held, key=lambda record: record.estimated))
+            found_records = [record for _, record in cache.find(key, shared_only=shared_only)]
+            return iter(sorted(found_records, key=lambda record: record.estimated))
 
-        lying = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
-        if isinstance(lying, RangeAnswer):
-            if not lying.estimated or (estimates and estimated is None):
-                return lying.backend, lying.schedule, lying.reason
-        elif lying:
-            say_once(f"{question}: {lying}")
-            useless = useless or lying
+        in_range = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
+        if isinstance(in_range, RangeAnswer):
+            if not in_range.estimated or (estimates and estimated is None):
+                return in_range.backend, in_range.schedule, in_range.reason
+        elif in_range:
+            say_once(f"{call_text}: {in_range}")
+            invalid_reason = invalid_reason or in_range
     if estimated is not None and estimates:
         return estimated
-    return useless
+    return invalid_reason
 
 
 def evidence(
@@ -114,8 +114,8 @@ def _ranges(
 
 def say_once(message: str) -> None:
     """Logs a message the first time only, as many calls repeat it."""
-    if message not in _said:
-        _said.add(message)
+    if message not in _logged:
+        _logged.add(message)
         logger.info(message)
 
 
@@ -125,30 +125,30 @@ def say_once(message: str) -> None:
 MISSES_ENVIRONMENT = "TILE_SCHEDULER_MISSES"
 _ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 
-_places: dict[Operation[Any], str] = {}
+_locations: dict[Operation[Any], str] = {}
 # The line of a call that XLA is compiling. The Python frame of that line has already returned.
-_asking: ContextVar[str | None] = ContextVar("asking", default=None)
+_calling_line: ContextVar[str | None] = ContextVar("asking", default=None)
 
 
-def noted_misses() -> bool:
+def logs_misses() -> bool:
     """Whether misses are logged. `TILE_SCHEDULER_MISSES=off` disables logging.
 
     Raises:
       ValueError: the environment variable is neither on nor off.
     """
-    said = os.environ.get(MISSES_ENVIRONMENT, "").strip().lower() or "on"
-    return arguments.checked_choice(MISSES_ENVIRONMENT, said, (*_ON, *_OFF)) in _ON
+    setting = os.environ.get(MISSES_ENVIRONMENT, "").strip().lower() or "on"
+    return arguments.checked_choice(MISSES_ENVIRONMENT, setting, (*_ON, *_OFF)) in _ON
 
 
 def note_miss(cache: Cache, operation: Operation[Any], key: Key) -> None:
     """Logs a cache miss for `key` to the user's own store, asynchronously. Failures are logged at debug level."""
-    if not noted_misses():
+    if not logs_misses():
         return
     try:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        cache.note(Miss(key, 1, now, now, calling_line(), _place(operation)))
+        cache.note(Miss(key, 1, now, now, calling_line(), _operation_location(operation)))
     except Exception as error:  # a failure to log a miss must not fail the call
-        logger.debug("%s is not noted as a miss: %r", key, error)
+        logger.debug("the miss of %s is not logged: %r", key, error)
 
 
 def calling_line() -> str:
@@ -157,8 +157,8 @@ def calling_line() -> str:
     For a call traced within another function, this is the line in that function. For an eager call, it is the line of
     the call.
     """
-    if (told := _asking.get()) is not None:
-        return told
+    if (line := _calling_line.get()) is not None:
+        return line
     traced = frames.traced(source_info_util.current().traceback)
     call = frames.asked_by(traced) or frames.asked_by(_running())
     return f"{os.path.abspath(call.file)}:{call.line}" if call else ""
@@ -167,11 +167,11 @@ def calling_line() -> str:
 @contextmanager
 def misses_from(line: str) -> Iterator[None]:
     """Makes `calling_line` return `line` within this context."""
-    before = _asking.set(line)
+    before = _calling_line.set(line)
     try:
         yield
     finally:
-        _asking.reset(before)
+        _calling_line.reset(before)
 
 
 def _running() -> Iterator[frames.Place]:
@@ -181,9 +181,9 @@ def _running() -> Iterator[frames.Place]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _place(operation: Operation[Any]) -> str:
+def _operation_location(operation: Operation[Any]) -> str:
     if operation.name in OPERATIONS:
         return ""
-    if operation not in _places:
-        _places[operation] = locate(operation) or ""
-    return _places[operation]
+    if operation not in _locations:
+        _locations[operation] = locate(operation) or ""
+    return _locations[operation]

@@ -29,7 +29,7 @@ from scheduler.fleet.messages import (
     versions,
 )
 from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
-from scheduler.measure.conversation import Limits, replied
+from scheduler.measure.conversation import Timeouts, reply_of
 from scheduler.measure.pool import Pool, open_runner
 from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import Runner, RunnerOptions
@@ -43,7 +43,7 @@ from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
 Say = Callable[[Message], None]
@@ -88,7 +88,7 @@ class Agent:
             as fields, and `slots` (the maximum number of concurrent candidates); or `unable`, the reason why the agent
             cannot measure.
         """
-        said: dict[str, Any] = {
+        description: dict[str, Any] = {
             "host": socket.gethostname(),
             "node": self._node,
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
@@ -97,10 +97,10 @@ class Agent:
         try:
             self._device.open()
         except SchedulerError as error:
-            return said | {"unable": str(error)}
+            return description | {"unable": str(error)}
         slots = 1 if self._pool is None else self._pool.slots
         target, environment = vars(self._device.hardware.target), vars(self._environment)
-        return said | {"target": target, "environment": environment, "slots": slots}
+        return description | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
         """Searches `order`; yields messages about its progress, the last of which is `Found` or `Failed`."""
@@ -149,7 +149,7 @@ class Relay:
         self._order, self._say = order, say
         self.finished = False
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         return Lease(owner, time.time() + seconds)  # the driver holds the effective lease
 
     def release(self, key: Key, owner: str) -> None:
@@ -173,7 +173,7 @@ class Relay:
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
         return [codec.trial_from_text(line) for line in self._order.known]
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         self._say(Tried(codec.trial_to_text(trial)))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
@@ -223,7 +223,7 @@ class CompileAgent:
     def __init__(self, options: RunnerOptions) -> None:
         self._options = options
         self._compilers = Compilers(count_of(options.workers))
-        self._limits: Limits | None = None
+        self._timeouts: Timeouts | None = None
 
     def describe(self) -> dict[str, Any]:
         """Returns `host`, `versions`, and the `count` of processes."""
@@ -231,9 +231,9 @@ class CompileAgent:
 
     def begin(self, target: Target) -> None:
         """Starts the processes, which compile for `target`."""
-        self._limits = Limits(self._options, chips.describe(target))
+        self._timeouts = Timeouts(self._options, chips.describe(target))
         self._compilers.start()
-        self._compilers.aim(target)
+        self._compilers.set_target(target)
 
     def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
         """Serves an encoded request; returns the encoded reply and the content of its files, by name.
@@ -242,16 +242,16 @@ class CompileAgent:
         """
         request = decode(message)
         assert isinstance(request, Request)
-        assert self._limits is not None, "`begin` comes first"
+        assert self._timeouts is not None, "`begin` comes first"
         write_files(files, self._compilers.directory)
-        reply = replied(functools.partial(self._answer, request, self._limits))
+        reply = reply_of(functools.partial(self._answer, request, self._timeouts))
         if not isinstance(reply, Answer) or reply.programs is None:
             return encode(reply), {}
         made = read_files(reply.programs, self._compilers.directory)
         self._compilers.forget(reply.programs)
         return encode(reply), made
 
-    def _answer(self, request: Request, limits: Limits) -> Answer:
+    def _answer(self, request: Request, timeouts: Timeouts) -> Answer:
         operation = load(request.operation)
         task = MeasureTask(
             operation,
@@ -263,5 +263,5 @@ class CompileAgent:
             raising=request.raising,
             fingerprint=request.fingerprint,
         )
-        found = self._compilers.compile(task, request.do, limits, request.programs)
+        found = self._compilers.compile(task, request.do, timeouts, request.programs)
         return Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)

@@ -18,10 +18,10 @@ from scheduler.search.trials import BestEffortWriter, TrialStore
 from search_spaces import locate
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
-def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
+def order(task: Task, options: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
     """Builds the order with which an agent on such a chip searches a problem as this process would.
 
     Raises:
@@ -32,8 +32,8 @@ def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Envir
     name = locate(operation)
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
-    if not isinstance(how.sampler, str):
-        raise SchedulerError("no other process can take a sampler that is an object: name it as module:NAME")
+    if not isinstance(options.sampler, str):
+        raise SchedulerError("a sampler object cannot be sent to other processes: give it as module:NAME")
     key = key_of(operation, task.problem, hardware)
     similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
     return Order(
@@ -41,15 +41,15 @@ def order(task: Task, how: SearchOptions, hardware: Hardware, environment: Envir
         problem=key.problem,
         budget=task.budget,
         seconds=task.seconds,
-        seed=how.seed,
-        l2=how.l2,
+        seed=options.seed,
+        l2=options.l2,
         backends=tuple(sorted(task.backends or ())),
         versions=kernel_versions(operation),
         near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
         first=task.first,
         brief=task.brief,
-        sampler=how.sampler,
+        sampler=options.sampler,
     )
 
 
@@ -59,12 +59,12 @@ def received(
     environment: Environment,
     store: TrialStore,
     progress: Callable[[Progress], None],
-    described: Callable[[Trial], Described] | None = None,
+    parameters: Callable[[Trial], Parameters] | None = None,
 ) -> Record:
     """Receives a remote search and returns its record; `store` receives each trial when it arrives, and the record.
 
     Args:
-      described: returns the parameters of a trial for Optuna's dashboard.
+      parameters: returns the parameters of a trial for Optuna's dashboard.
 
     Raises:
       ExecutorLost: the device was lost, or the messages ended before the search did.
@@ -75,7 +75,7 @@ def received(
             match message:
                 case Tried(text, refuted):
                     trial = codec.trial_from_text(text)
-                    shown = described(trial) if described is not None else None
+                    shown = parameters(trial) if parameters is not None else None
                     keeping.write(functools.partial(_keep, key, trial, environment, refuted, shown))
                 case Reached():
                     progress(_progress(message))
@@ -87,16 +87,16 @@ def received(
                     if finished:
                         keeping.write(lambda store: store.finish(key))
                     raise (ExecutorLost if device else SchedulerError)(reason)
-    raise ExecutorLost("the search ended without a word")
+    raise ExecutorLost("the search ended without a result")
 
 
 def _keep(
-    key: Key, trial: Trial, environment: Environment, refuted: bool, described: Described | None, store: TrialStore
+    key: Key, trial: Trial, environment: Environment, refuted: bool, parameters: Parameters | None, store: TrialStore
 ) -> None:
     if refuted:
         store.replace_trial(key, trial)
     else:
-        store.add_trial(key, trial, environment, described)
+        store.add_trial(key, trial, environment, parameters)
 
 
 def _put(record: Record, store: TrialStore) -> None:

@@ -106,7 +106,7 @@ def kernel_versions(operation: Operation[Any]) -> dict[str, int]:
     return {kernel.backend: kernel.version for kernel in operation.kernels}
 
 
-def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
+def differences(local: Mapping[str, object], remote: Mapping[str, object]) -> str:
     """Describes the names in which two hosts differ; "" if there are none."""
-    names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
-    return ", ".join(f"{name} {there.get(name, 'missing')} (here: {here.get(name, 'missing')})" for name in names)
+    names = [name for name in dict.fromkeys([*local, *remote]) if local.get(name) != remote.get(name)]
+    return ", ".join(f"{name} {remote.get(name, 'missing')} (here: {local.get(name, 'missing')})" for name in names)

@@ -24,7 +24,7 @@ from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import differences, versions
 from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search.describing import Describing
+from scheduler.search.describing import TrialParameters
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.trials import TrialStore
 from search_spaces.target import Target
@@ -60,26 +60,30 @@ class RayTransport:
         return answer
 
 
-class RayPlace:
+class RayExecutor:
     """An actor of a cluster that tunes problems of a job (`job_queue.Executor`).
 
     Args:
-      said: the description of the actor (`Agent.describe`).
+      description: the description of the actor (`Agent.describe`).
     """
 
     searches = 1
 
-    def __init__(self, actor: Any, said: Mapping[str, Any]) -> None:
+    def __init__(self, actor: Any, description: Mapping[str, Any]) -> None:
         self.name: str
         self.hardware: Hardware
         self._environment: Environment
         self._actor, self._lost = actor, False
-        self._know(said)
+        self._set_description(description)
 
-    def _know(self, said: Mapping[str, Any]) -> None:
-        self.name = f"{said['host']} GPU {said['visible']}" if said["visible"] else f"{said['host']} {said['node']}"
-        self.hardware = chips.describe(Target(**said["target"]))
-        self._environment = Environment(**said["environment"])
+    def _set_description(self, description: Mapping[str, Any]) -> None:
+        self.name = (
+            f"{description['host']} GPU {description['visible']}"
+            if description["visible"]
+            else f"{description['host']} {description['node']}"
+        )
+        self.hardware = chips.describe(Target(**description["target"]))
+        self._environment = Environment(**description["environment"])
 
     def open(self) -> None:
         """Waits for a lost actor; Ray restarts it up to `RESTARTS` times if its host is still there."""
@@ -87,27 +91,29 @@ class RayPlace:
         until = time.monotonic() + RETURN_S
         while self._lost:
             try:
-                said = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
+                description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
             except ray.exceptions.ActorUnavailableError as error:
                 if time.monotonic() > until:
-                    raise SchedulerError(f"it was not to be reached for {RETURN_S:g} s") from error
+                    raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
                 time.sleep(1.0)
             except ray.exceptions.RayError as error:
-                raise SchedulerError(f"it does not come back ({_reason(error)})") from error
+                raise SchedulerError(f"it does not restart ({_reason(error)})") from error
             else:
-                if "unable" in said:
-                    raise SchedulerError(said["unable"])
-                self._know(said)
+                if "unable" in description:
+                    raise SchedulerError(description["unable"])
+                self._set_description(description)
                 self._lost = False
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
         try:
-            ordered = order(task, how, self.hardware, self._environment, store)
+            ordered = order(task, options, self.hardware, self._environment, store)
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
-            described = Describing(task.operation, task.problem, self.hardware.target)
-            return received(map(ray.get, stream), key, self._environment, store, progress, described)
+            parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
+            return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
         except ExecutorLost:
             self._lost = True
             raise
@@ -127,9 +133,9 @@ class RayPlace:
 
 
 @contextlib.contextmanager
-def places(
+def executors(
     address: str = "auto", options: RunnerOptions | None = None, *, hardware: str | None = None
-) -> Iterator[list[RayPlace]]:
+) -> Iterator[list[RayExecutor]]:
     """Starts an actor for each free GPU of a cluster, of one kind of chip; without GPUs, one for each host.
 
     Hosts without a GPU compile for the others. The context manager reserves the GPUs and hosts. Actors stop when the
@@ -147,8 +153,8 @@ def places(
         chips.
     """
     ray = _ray()
-    begun = not ray.is_initialized()
-    if begun:
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
         _connect(address)
     actors: list[Any] = []
     try:
@@ -161,7 +167,7 @@ def places(
         for actor in actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        if begun:
+        if starts_ray:
             ray.shutdown()
 
 
@@ -173,7 +179,7 @@ def _ray() -> Any:
         import ray
     except ImportError:
         raise MissingPackage(
-            "a fleet needs Ray, which is not installed: pip install 'tile-scheduler[ray]', here and on every host of it"
+            "a fleet needs Ray, which is not installed: pip install 'tile-scheduler[ray]' on every host"
         ) from None
     return ray
 
@@ -193,7 +199,7 @@ def _connect(address: str) -> None:
     except ConnectionError as error:
         raise _no_cluster(to, _reason(error)) from error
     except (RuntimeError, ValueError, TimeoutError, _ray().exceptions.RayError) as error:
-        raise SchedulerError(f"the cluster of Ray at {to} cannot be used: {_reason(error)}") from error
+        raise SchedulerError(f"the Ray cluster at {to} cannot be used: {_reason(error)}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)  # Ray replaces the handler
@@ -203,7 +209,7 @@ def _require_reachable(address: str) -> None:
     """Raises an error if the address cannot be reached; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise SchedulerError(f"a cluster of Ray is HOST:PORT, auto or local, not {address!r}")
+        raise SchedulerError(f"the address of a Ray cluster must be HOST:PORT, auto or local, found {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -212,9 +218,9 @@ def _require_reachable(address: str) -> None:
 
 def _no_cluster(address: str, reason: str) -> SchedulerError:
     return SchedulerError(
-        f"no cluster of Ray at {address} ({reason}); start one: ray start --head --port=6379 here, ray start "
-        "--address=HERE:6379 on the other hosts, or --address local for this host alone; of one that a token protects, "
-        "have ~/.ray/auth_token here, too, and set RAY_AUTH_MODE=token"
+        f"no Ray cluster at {address} ({reason}); start one: ray start --head --port=6379 here, and ray start "
+        "--address=HERE:6379 on the other hosts, or use --address local for this host alone; if a token protects the "
+        "cluster, copy ~/.ray/auth_token to this host and set RAY_AUTH_MODE=token"
     )
 
 
@@ -246,7 +252,7 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
     return int(free) if with_gpus else len(into)
 
 
-def _start_helpers(options: RunnerOptions, found: Sequence[RayPlace], into: list[Any]) -> None:
+def _start_helpers(options: RunnerOptions, found: Sequence[RayExecutor], into: list[Any]) -> None:
     """Starts a helper on each host without a GPU, if the cluster has GPUs. A helper serves once it has started."""
     nodes = [node for node in _ray().nodes() if node["Alive"]]
     if not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes):
@@ -266,16 +272,16 @@ def _start_helpers(options: RunnerOptions, found: Sequence[RayPlace], into: list
         threading.Thread(target=_let_help, args=(actor, found), name="scheduler-helper", daemon=True).start()
 
 
-def _let_help(actor: Any, found: Sequence[RayPlace]) -> None:
+def _let_help(actor: Any, found: Sequence[RayExecutor]) -> None:
     """Distributes the compile processes of a host among the actors, once they have started."""
     ray = _ray()
     try:
-        said = ray.get(actor.describe.remote())  # may wait for cores that other work uses
-        if wrong := differences(versions(), said["versions"]):
-            _log.warning("%s does not compile for the others: %s", said["host"], wrong)
+        description = ray.get(actor.describe.remote())  # may wait for cores that other work uses
+        if wrong := differences(versions(), description["versions"]):
+            _log.warning("%s does not compile for the others: %s", description["host"], wrong)
             return
         ray.get(actor.begin.remote(found[0].hardware.target))
-        transports = [RayTransport(actor, said["host"])] * said["count"]
+        transports = [RayTransport(actor, description["host"])] * description["count"]
         for number, place in enumerate(found):
             place.help(transports[number :: len(found)])
     except Exception as error:  # the cluster may be gone
@@ -288,7 +294,7 @@ def _on(node: Mapping[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
-def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:
+def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
     """Returns the actors that started and can measure; a warning reports the others.
 
     Args:
@@ -298,38 +304,44 @@ def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:
       SchedulerError: no actor is left, or versions differ.
     """
     ray = _ray()
-    asked = {actor.describe.remote(): actor for actor in actors}
-    if asked:
-        ray.wait(list(asked), num_returns=min(len(asked), max(1, room)), timeout=START_S)
-        ray.wait(list(asked), num_returns=len(asked), timeout=LATE_S)
-    said: list[tuple[Any, Mapping[str, Any]]] = []
-    silent: list[str] = []
-    for answer, actor in asked.items():
+    answers = {actor.describe.remote(): actor for actor in actors}
+    if answers:
+        ray.wait(list(answers), num_returns=min(len(answers), max(1, room)), timeout=START_S)
+        ray.wait(list(answers), num_returns=len(answers), timeout=LATE_S)
+    descriptions: list[tuple[Any, Mapping[str, Any]]] = []
+    excluded: list[str] = []
+    for answer, actor in answers.items():
         try:
-            said.append((actor, ray.get(answer, timeout=0)))
+            descriptions.append((actor, ray.get(answer, timeout=0)))
         except ray.exceptions.GetTimeoutError:
-            silent.append("other work has what it needs, or it does not start")
+            excluded.append("other work uses its resources, or it does not start")
             ray.kill(actor)
         except ray.exceptions.RayError as error:
-            silent.append(f"no agent starts there, as without tile-scheduler ({_reason(error)})")
+            excluded.append(f"no agent starts there; is tile-scheduler installed? ({_reason(error)})")
     here = versions()
-    if others := [f"{it['host']}: {wrong}" for _, it in said if (wrong := differences(here, it["versions"]))]:
+    if others := [
+        f"{description['host']}: {wrong}"
+        for _, description in descriptions
+        if (wrong := differences(here, description["versions"]))
+    ]:
         raise SchedulerError(
-            f"a fleet measures with the same versions everywhere; other ones are on {'; '.join(dict.fromkeys(others))}"
+            f"all hosts of a fleet need the same versions; others are on {'; '.join(dict.fromkeys(others))}"
         )
-    silent += [f"{it['host']}: {it['unable']}" for _, it in said if "unable" in it]
-    found = [RayPlace(actor, it) for actor, it in said if "unable" not in it]
-    reasons = "; ".join(f"{count} x {why}" for why, count in collections.Counter(silent).items())
+    excluded += [
+        f"{description['host']}: {description['unable']}" for _, description in descriptions if "unable" in description
+    ]
+    found = [RayExecutor(actor, description) for actor, description in descriptions if "unable" not in description]
+    reasons = "; ".join(f"{count} x {why}" for why, count in collections.Counter(excluded).items())
     if not found:
         raise SchedulerError(
-            f"of {len(actors)} places of the cluster none can measure: {reasons or 'it has neither GPUs nor cores'}"
+            f"none of {len(actors)} actors of the cluster can measure: {reasons or 'it has neither GPUs nor cores'}"
         )
-    if silent:
-        _log.warning("%d of %d places of the cluster are left out: %s", len(silent), len(actors), reasons)
+    if excluded:
+        _log.warning("%d of %d actors of the cluster are left out: %s", len(excluded), len(actors), reasons)
     return found
 
 
-def of_one_kind(found: Sequence[RayPlace], wanted: str | None) -> list[RayPlace]:
+def of_one_kind(found: Sequence[RayExecutor], wanted: str | None) -> list[RayExecutor]:
     """Selects the actors on the chips that `wanted` names.
 
     Raises:
@@ -339,8 +351,8 @@ def of_one_kind(found: Sequence[RayPlace], wanted: str | None) -> list[RayPlace]
     there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     meant = list(kinds) if wanted is None else chips.named(wanted, kinds)
     if len(meant) != 1:
-        what = f"{wanted or 'the cluster'} is several" if meant else f"the cluster has no {wanted}"
-        raise SchedulerError(f"a job is of one kind of chip, and {what} ({there}); name one: --hardware h200")
+        reason = f"{wanted or 'the cluster'} matches several" if meant else f"the cluster has no {wanted}"
+        raise SchedulerError(f"a job needs one kind of chip, but {reason} ({there}); select one: --hardware h200")
     return [place for place in found if place.hardware.id == meant[0]]
 
 

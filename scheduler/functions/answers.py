@@ -131,7 +131,7 @@ def known(
         if record is not None:
             found[i] = of_record(row, record, backends_of(row.operation))
         else:
-            left.append((_to_be_had_s(row, hardware), i))
+            left.append((_max_gain_s(row, hardware), i))
     left.sort(key=lambda each: -each[0])
     with _runner() as runner_for:
         # The model cannot predict interpreted kernels.
@@ -185,7 +185,7 @@ def _record(
     return None
 
 
-def _to_be_had_s(row: ProblemCount, hardware: Hardware) -> float:
+def _max_gain_s(row: ProblemCount, hardware: Hardware) -> float:
     """Returns an upper bound of the seconds saved per call: XLA's predicted time minus the roofline's."""
     return row.count * predict(row.operation, row.problem, hardware).library_s - row.least_s
 
@@ -216,7 +216,7 @@ def _tuned(
 ) -> Known:
     name = f"{row.operation.name} {row.problem}"
     logger.info("tuning %s, %d times a call", name, row.count)
-    runner, told = runner_for(row.operation), search.progress
+    runner, progress = runner_for(row.operation), search.progress
     try:
         record = tuner.tune(
             row.operation,
@@ -226,10 +226,10 @@ def _tuned(
             seconds=seconds,
             store=search.store,
             runner=runner,
-            progress=None if told is None else lambda step: told(name, step),
+            progress=None if progress is None else lambda step: progress(name, step),
         )
     except (SchedulerError, DeclarationError) as error:
         reason = str(error).partition("\n")[0]
-        text.warn_safely(f"{name} is not tuned: {reason} (XLA answers it)")
+        text.warn_safely(f"{name} is not tuned: {reason} (XLA is used)")
         return Known(row, reason=f"not tuned: {reason}")
     return of_record(row, record, backends)

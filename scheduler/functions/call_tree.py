@@ -334,10 +334,10 @@ def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
         else:
             inner, held, held_by_name = inner.func, (*inner.args, *held), {**inner.keywords, **held_by_name}
     if not isinstance(inner, types.FunctionType):
-        return Call(opened_object(inner), (), held, _without(held_by_name, named), given, named)
+        return Call(opened_object(inner), (), held, _removed(held_by_name, named), given, named)
     found = find_captured(inner, _is_state) if module_libraries.is_flax_loaded() else None
     state = tuple(map(opened_object, found.values)) if found else ()
-    return Call(found if state else inner, state, held, _without(held_by_name, named), given, named)
+    return Call(found if state else inner, state, held, _removed(held_by_name, named), given, named)
 
 
 def _is_state(x: Any) -> bool:
@@ -346,7 +346,7 @@ def _is_state(x: Any) -> bool:
     return has_state(opened.attributes if isinstance(opened, Instance) else x)
 
 
-def _without(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in held.items() if name not in named}
 
 
@@ -435,7 +435,7 @@ def static_key(x: Any, *, by_identity: bool) -> Hashable:
         if by_identity:
             return ByIdentity(x)
         raise TypeError(
-            f"an argument holds a {type(x).__qualname__}, which is no array, and so part of the program; as such it "
-            f"must be hashable: {x!r:.100}"
+            f"an argument has a {type(x).__qualname__}, which is no array and therefore a constant of the program; a "
+            f"constant must be hashable: {x!r:.100}"
         ) from None
     return type(x), x

@@ -71,7 +71,7 @@ def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[
         right, _ = pairs[i]
         by_rounding = SENSITIVITY * _off(right, moved[i])
         if not _within(off[i], np.maximum(_allowed(right, eps), by_rounding)):
-            return _words(names[i], right, off[i])
+            return _difference_text(names[i], right, off[i])
     return None
 
 
@@ -133,13 +133,13 @@ def _floats_off(right: jax.Array, got: jax.Array) -> jax.Array:
     return jnp.array([mean, error.max(), unlike.astype(mean.dtype)])
 
 
-def _words(name: str, right: Any, off: Any) -> str:
-    what = f"result{name} {right.dtype}{list(right.shape)}"
+def _difference_text(name: str, right: Any, off: Any) -> str:
+    result = f"result{name} {right.dtype}{list(right.shape)}"
     if not jnp.issubdtype(right.dtype, jnp.inexact):
-        return f"{off[0]:.2%} of the elements of {what} differ"
+        return f"{off[0]:.2%} of the elements of {result} differ"
     if off[2]:
-        return f"{off[2]:.0f} elements of {what} are finite in one of them alone"
-    return f"{what} differs by {off[0]:.2g} of its size in the mean square and by {off[1]:.2g} of its largest element"
+        return f"{off[2]:.0f} elements of {result} are finite in one of them alone"
+    return f"{result} differs by {off[0]:.2g} of its size in the mean square and by {off[1]:.2g} of its largest element"
 
 
 # ------------------------------------------------------------------------------

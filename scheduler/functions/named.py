@@ -38,13 +38,13 @@ def function(
       ValueError: There is no such function, or its arguments do not match `arrays`.
     """
     if not name.rpartition(":")[0]:
-        raise ValueError(f"{name!r} names no function: write package.module:STEP or file.py:STEP")
+        raise ValueError(f"expected package.module:STEP or file.py:STEP, found {name!r}")
     try:
         found = value_of(name)
     except Exception as error:  # any error of the user's file
         raise ValueError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise ValueError(f"{name!r} is a {type(found).__name__}, not a function")
+        raise ValueError(f"{name!r} must be a function, found {type(found).__name__}")
     given = tuple(array(text, mesh) for text in arrays)
     try:
         inspect.signature(found).bind(*given)
@@ -75,8 +75,8 @@ def to_time(name: str, arrays: Sequence[str] = ()) -> tuple[Callable[..., Any], 
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
         return made[0], tuple(made[1])
     raise ValueError(
-        f"{name} takes no arguments and returns no (function, (argument, ...)) to time: return these, or give the "
-        "shapes of a function's arrays (bfloat16[4096,512] ...)"
+        f"{name} takes no arguments, so it must return (function, (argument, ...)) to time; or give the shapes of a "
+        "function's arrays (bfloat16[4096,512] ...)"
     )
 
 
@@ -96,19 +96,19 @@ def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
       ValueError: The text is not a valid shape, or does not match the mesh.
     """
     if (match := _ARRAY.fullmatch(text.strip())) is None or (axes := _axes(match[2])) is None:
-        raise ValueError(f"{text!r} is no array: write its dtype and extents, as in bfloat16[4096,512]")
+        raise ValueError(f"expected an array such as bfloat16[4096,512], found {text!r}")
     divided = [name for _, names in axes for name in names]
     if len(set(divided)) < len(divided):
-        raise ValueError(f"{text!r} names an axis of the mesh twice: it can divide one axis of an array")
+        raise ValueError(f"{text!r} uses an axis of the mesh twice")
     spec = PartitionSpec(*(names or None for _, names in axes))
     if mesh is None and any(spec):
-        raise ValueError(f"{text!r} is divided over a mesh: give --mesh with the extents of its axes")
+        raise ValueError(f"{text!r} is sharded over a mesh: give --mesh with the extents of its axes")
     try:
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         dtype = jnp.dtype(_SHORT.get(match[1], match[1]))
         return jax.ShapeDtypeStruct([extent for extent, _ in axes], dtype, sharding=sharding)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r} is no array: {error}") from error
+        raise ValueError(f"{text!r} is not a valid array: {error}") from error
 
 
 def _axes(text: str) -> list[tuple[int, tuple[str, ...]]] | None:

@@ -23,7 +23,7 @@ from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import comparison, in_context, pure
+from scheduler.functions import ablation, comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Arguments, Decided, Trial
@@ -100,11 +100,11 @@ def optimize(
         if name not in known:
             raise TypeError(f"optimize has no option {unknown(name, (*_OPTIONS, *known))}")
     if not callable(fn):
-        raise TypeError(f"optimize wants a function, and got {fn!r}")
+        raise TypeError(f"optimize expects a function, got {fn!r}")
     if hasattr(fn, "lower") and not lowering_compat.is_jitted(fn) and not is_library_jitted(fn):
         raise TypeError(
-            f"optimize wants a function that is plain or jitted by jax.jit, flax.nnx.jit or equinox.filter_jit; this "
-            f"one is a {type(fn).__qualname__} of {type(fn).__module__}: optimize the function inside"
+            f"optimize expects a plain function, or one jitted by jax.jit, flax.nnx.jit or equinox.filter_jit, got a "
+            f"{type(fn).__qualname__} of {type(fn).__module__}: optimize the function inside"
         )
     arguments.checked_choice("keep", keep, KEEP)
     arguments.checked_number("seconds", seconds)
@@ -141,9 +141,9 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(in_context.selected_backends().values())
+        self._operations = tuple(ablation.selected_backends().values())
         self._named = backends_of_each(self._operations, backends)
-        self._asked()  # raises errors in the arguments now
+        self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
         self.__name__: str = _name(fn)
 
@@ -156,12 +156,12 @@ class Optimized:
             return self._call_opened(args, kwargs)
         given = Arguments(self._static, args, kwargs)
         try:
-            key = (self._asked(), lowering_compat.trace_context(), given.key())
+            key = (self._current_options(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)
         except TypeError:  # an argument that is not an array: static, or rejected by JAX
             return self._jitted(*args, **kwargs) if self._by_jax else self._call_opened(args, kwargs)
         if version is None:
-            version = self._decide(key, functools.partial(self._of_arrays, key[0], given))
+            version = self._decide(key, functools.partial(self._compile_arrays, key[0], given))
         if version is _OPENED:
             return self._call_opened(args, kwargs)
         compiled = version.decided.compiled
@@ -185,13 +185,13 @@ class Optimized:
         donated = lowering_compat.donated_arguments(self._jitted)
         call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=trace_numbers)
         given = Arguments(((), ()), call.arrays, {})
-        key = (self._asked(), lowering_compat.trace_context(), given.key(), call.static)
+        key = (self._current_options(), lowering_compat.trace_context(), given.key(), call.static)
         version = self._table.get(key)
         if version is not None:
             with self._float_errors():
                 return call.finish(version.run(*call.arrays))
         with call.compiling(), self._float_errors():
-            version = self._decide(key, functools.partial(self._of_modules, key, given, call))
+            version = self._decide(key, functools.partial(self._compile_modules, key, given, call))
             return call.finish(version.run(*call.arrays))
 
     @contextlib.contextmanager
@@ -201,8 +201,8 @@ class Optimized:
             yield
         except lowering_compat.InternalFloatingPointError as error:
             raise FloatingPointError(
-                f"a result of the tuned version of {self.__name__} holds an invalid value {error.args}: call the plain "
-                "function, of which JAX says which operation makes it"
+                f"a result of the tuned version of {self.__name__} has an invalid value {error.args}: call the plain "
+                "function to see which operation makes it"
             ) from None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -217,11 +217,9 @@ class Optimized:
 
     def report(self) -> str:
         """Returns the decisions, their arguments and their reasons as text."""
-        return (
-            "\n".join(map(str, self.decisions)) or f"nothing is decided: {self.__name__} was not called with arrays yet"
-        )
+        return "\n".join(map(str, self.decisions)) or f"no decision yet: {self.__name__} was not called with arrays"
 
-    def _asked(self) -> tuple[dispatch.Options, ...]:
+    def _current_options(self) -> tuple[dispatch.Options, ...]:
         """Returns the options now in force for each operation."""
         target, plan = calls.target.value, planned.in_force()
         sure = EVEN_ODDS if self._keep == "faster" else None
@@ -247,11 +245,11 @@ class Optimized:
                     self._deciding.pop(key, None)
             return version
 
-    def _of_arrays(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
+    def _compile_arrays(self, options_in_force: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
         if not self._by_jax and has_state(given.dynamic):
             return _OPENED
         try:
-            return self._tried(asked, self._jitted, given)
+            return self._tried(options_in_force, self._jitted, given)
         except pure.Impure:
             return _OPENED
         except _CONCRETE:
@@ -259,12 +257,12 @@ class Optimized:
                 raise
             return _OPENED
 
-    def _of_modules(self, key: Any, given: Arguments, call: pure.PureCall) -> _Version:
+    def _compile_modules(self, key: Any, given: Arguments, call: pure.PureCall) -> _Version:
         if refused := self._jit_options.keys() - {*_OF_THE_WHOLE, *_MARKS}:
             raise SchedulerError(
-                f"{self.__name__} is called with modules, or updates its arguments in place, and {', '.join(refused)} "
-                "of jax.jit means arrays alone: give that to the jit of the library (flax.nnx.jit), and optimize what "
-                "it returns"
+                f"{self.__name__} is called with modules, or updates its arguments in place, and the jax.jit options "
+                f"{', '.join(refused)} apply to arrays only: pass them to the jit of the library (flax.nnx.jit), and "
+                "optimize its result"
             )
         options = {name: x for name, x in self._jit_options.items() if name in _OF_THE_WHOLE}
 
@@ -279,9 +277,9 @@ class Optimized:
             constants = self._constants[key[:3]]
         if constants == MANY_CONSTANTS:
             warnings.warn(
-                f"{self.__name__} is compiled for the {constants}th time for arrays of the same shapes, as something "
-                "else among its arguments, or an attribute of its object, is new each time. What changes from call to "
-                "call should be an array (jax.numpy.asarray)",
+                f"{self.__name__} is compiled for the {constants}th time for arrays of the same shapes, because "
+                "another argument, or an attribute of its object, changes with each call. Pass changing values as "
+                "arrays (jax.numpy.asarray)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -289,8 +287,8 @@ class Optimized:
         return self._tried(key[0], jax.jit(function, donate_argnums=donated, **options), given)
 
     @interruptible()
-    def _tried(self, asked: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
-        options = {operation.name: each for operation, each in zip(self._operations, asked, strict=True)}
+    def _tried(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
+        options = {operation.name: each for operation, each in zip(self._operations, options_in_force, strict=True)}
         seconds = self._seconds if self._keep == "faster" else None
         return _Version(Trial(self.__name__, jitted, given, options, seconds).decide(), jitted)
 

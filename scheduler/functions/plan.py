@@ -20,8 +20,8 @@ from scheduler.core.records import Clock, Entry, Key, Measurement, Record, Sched
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
 from scheduler.functions import comparison
+from scheduler.functions.ablation import CompiledFunction, Reference
 from scheduler.functions.comparison import Seconds
-from scheduler.functions.in_context import CompiledFunction, Reference
 from scheduler.functions.problems import problems
 from scheduler.search.final_comparison import Margin
 from search_spaces import load_known
@@ -67,7 +67,7 @@ def operation_of(answer: Planned) -> Operation[Any]:
     try:
         return load_known(answer.operation)
     except ValueError as error:
-        raise SchedulerError(f"{error}; name it: --operation file.py:NAME") from None
+        raise SchedulerError(f"{error}; give --operation file.py:NAME") from None
 
 
 def plan_records(plan: Plan) -> list[Record]:
@@ -126,20 +126,20 @@ def remeasure_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> T
       SchedulerError: An entry of the plan is no longer valid here (the message gives the reason), or the plan contains
         no problem of `fn`.
     """
-    whole = CompiledFunction(fn, args)
-    rows = problems(whole.call, *whole.arrays).tuned
-    found = [planned.held(plan, row.operation, row.problem, chips.detect()) for row in rows]
+    function = CompiledFunction(fn, args)
+    rows = problems(function.call, *function.arrays).tuned
+    found = [planned.planned_entry(plan, row.operation, row.problem, chips.detect()) for row in rows]
     if stale := dict.fromkeys(each.reason for each in found if isinstance(each, planned.Stale)):
         raise SchedulerError("; ".join(stale))
     if not any(isinstance(each, Planned) for each in found):
         raise SchedulerError(
-            f"the plan {plan.digest} of {plan.function} holds no problem of this function and its arrays"
+            f"the plan {plan.digest} of {plan.function} has no problem of this function and its arrays"
         )
-    runs = {"plan": whole.under(plan), "xla": whole.under(_by_library(plan))}
+    runs = {"plan": function.under(plan), "xla": function.under(_by_library(plan))}
     rounding = comparison.rounding(row.problem for row in rows)
     reference = Reference(runs["xla"], jax.block_until_ready(runs["xla"]()), rounding)
-    wrong = reference.disagreement(jax.block_until_ready(runs["plan"]()), whole)
-    times = whole.time(runs)
+    wrong = reference.disagreement(jax.block_until_ready(runs["plan"]()), function)
+    times = function.time(runs)
     return TimedAgain(
         times["plan"],
         times["xla"],

@@ -59,22 +59,25 @@ def times(row: ProblemCount) -> str:
 def problem_notes(found: Problems) -> Iterator[str]:
     """Yields notes on the counts and the times."""
     if found.tuned:
-        yield f"Times are what {found.hardware.kind} needs at least, by its roofline."
+        yield f"Times are roofline lower bounds for {found.hardware.kind}."
     elif not found.left:
-        yield "It calls no tuned function."
+        yield "The function makes no tuned call."
     if found.mesh:
-        yield f"Problems are those of one device; XLA divides the function over {found.mesh}."
+        yield f"Problems are those of one device; XLA partitions the function over {found.mesh}."
     for each in found.left:
-        yield f"XLA answers {describe_problems(each.row)}, {times(each.row)}: {each.reason}."
-    for kind, says in (("while", "the turns of a while loop count as one"), ("cond", "all branches of a cond count")):
+        yield f"XLA is used for {describe_problems(each.row)}, {times(each.row)}: {each.reason}."
+    for kind, note in (
+        ("while", "all iterations of a while loop count as one"),
+        ("cond", "all branches of a cond count"),
+    ):
         loops = [loop for loop in found.loops if loop.kind == kind]
         if loops:
-            yield ": ".join(filter(None, (problem_lines(loop.line for loop in loops if loop.line), f"{says}.")))
+            yield ": ".join(filter(None, (problem_lines(loop.line for loop in loops if loop.line), f"{note}.")))
 
 
 def untuned_text(found: Problems) -> str:
     """Returns the heading of the suggestions."""
-    return f"Not tuned, and could be{', before XLA divides it' if found.mesh else ''}:"
+    return f"Not tuned, but could be{', before XLA partitions it' if found.mesh else ''}:"
 
 
 def suggestion_text(found: Suggestion) -> str:
@@ -102,8 +105,8 @@ def problems_text(found: Problems) -> str:
     return "\n".join(lines + [line for each in found.untuned for line in _folded(suggestion_text(each), "  ", "    ")])
 
 
-def _folded(said: str, first: str = "", others: str = "") -> list[str]:
-    return textwrap.wrap(said, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+def _folded(text: str, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 # ------------------------------------------------------------------------------
@@ -136,12 +139,14 @@ def _own(rows: Iterable[ProblemCount]) -> Iterator[str]:
 
 def _table(row: ProblemCount) -> Iterator[str]:
     if locate(row.operation) is None:
-        yield f"# left out: {row.operation.name} {row.problem}; no module holds its operation, so no search can load it"
+        yield f"# left out: {row.operation.name} {row.problem}; its operation is no global of a module"
         return
-    told = row.problem.told() | ({"dtype": dtype} if (dtype := getattr(row.problem, "dtype", None)) else {})
+    values = row.problem.non_default_fields() | (
+        {"dtype": dtype} if (dtype := getattr(row.problem, "dtype", None)) else {}
+    )
     fields = [field.name for field in dataclasses.fields(row.problem)]
     yield "[[problem]]" + (f"  # {problem_lines(row.lines)}" if row.lines else "")
     yield f"operation = {json.dumps(hints.name(row.operation))}"
     if "count" not in fields:
         yield f"count = {row.count}"
-    yield from (f"{name} = {json.dumps(told[name])}" for name in fields if name in told)
+    yield from (f"{name} = {json.dumps(values[name])}" for name in fields if name in values)

@@ -22,8 +22,8 @@ from scheduler.core.files import replace_text
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
-from scheduler.dispatch.listening import Listener, Listening
 from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions
 from scheduler.functions import equations, problem_report
 from scheduler.functions.equations import (
     Body,
@@ -61,14 +61,14 @@ class TunedCall:
     Attributes:
       count: How often one call of the function runs it.
       line: The line of the user's code; None if unknown.
-      listener: Records the queries of each device where XLA partitions the call; None if the call already runs on one
+      recorder: Records the queries of each device where XLA partitions the call; None if the call already runs on one
         device.
     """
 
     equation: Any
     count: int
     line: Call | None
-    listener: Listener | None = None
+    recorder: QueryRecorder | None = None
 
     @property
     def operation(self) -> Operation[Any]:
@@ -82,14 +82,14 @@ class TunedCall:
         return found
 
     @property
-    def asks(self) -> Sequence[tuple[Operation[Any], Problem]]:
+    def queries(self) -> Sequence[tuple[Operation[Any], Problem]]:
         """The problems that the call queries from a store; empty if XLA computes it."""
-        return [(self.operation, self.problem)] if self.listener is None else self.listener.asked
+        return [(self.operation, self.problem)] if self.recorder is None else self.recorder.queries
 
     @property
-    def why_not(self) -> str:
+    def reason(self) -> str:
         """Why the call makes no query."""
-        return "; ".join(dict.fromkeys(self.listener.left if self.listener else ())) or "XLA drops it"
+        return "; ".join(dict.fromkeys(self.recorder.not_recorded if self.recorder else ())) or "XLA removes the call"
 
 
 def local_calls(function: Traced) -> list[TunedCall]:
@@ -99,11 +99,11 @@ def local_calls(function: Traced) -> list[TunedCall]:
         for body in bodies(function.jaxpr)
         if isinstance(body, Body)
         for equation in body.jaxpr.eqns
-        if _asks(equation)
+        if _makes_query(equation)
     ]
 
 
-def _asks(equation: Any) -> bool:
+def _makes_query(equation: Any) -> bool:
     return equation.primitive is tuned_call_p and equation.params["options"].schedule is None
 
 
@@ -114,7 +114,7 @@ def mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
     constraints name several devices, or a mesh is set (`jax.set_mesh`). Second, a tuned call is outside manual regions.
     """
     automatic = [body for body in bodies(function.jaxpr) if isinstance(body, Body) and not body.manual]
-    if not any(_asks(equation) for body in automatic for equation in body.jaxpr.eqns):
+    if not any(_makes_query(equation) for body in automatic for equation in body.jaxpr.eqns):
         return None
     named = [mesh for mesh in _meshes(function, automatic) if mesh.size > 1]
     with_devices = (mesh for mesh in named if isinstance(mesh, Mesh))
@@ -126,7 +126,7 @@ def mesh_text(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name}={extent}" for name, extent in mesh.shape.items())
 
 
-def calls_are_divided(function: Traced, over: Mesh | AbstractMesh) -> list[TunedCall]:
+def partitioned_calls(function: Traced, over: Mesh | AbstractMesh) -> list[TunedCall]:
     """Returns the tuned calls of a function, each with its queries while the function is compiled for a mesh.
 
     Only XLA knows how it partitions intermediate arrays. The function is therefore compiled, with XLA in place of all
@@ -137,9 +137,9 @@ def calls_are_divided(function: Traced, over: Mesh | AbstractMesh) -> list[Tuned
     """
     found: list[TunedCall] = []
     mesh = over if isinstance(over, Mesh) else _with_devices(over)
-    jaxpr = _listening(Body(function.jaxpr, 1), found)
+    jaxpr = _with_recorders(Body(function.jaxpr, 1), found)
     variables, given = (*jaxpr.constvars, *jaxpr.invars), (*function.constants, *function.arguments)
-    inputs = [_described(each.aval, x, mesh) for each, x in zip(variables, given, strict=True)]
+    inputs = [_input_type(each.aval, x, mesh) for each, x in zip(variables, given, strict=True)]
     if mesh is not over:  # JAX compiles nothing for an abstract mesh: an unused scalar supplies the devices
         inputs.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())))
 
@@ -150,8 +150,8 @@ def calls_are_divided(function: Traced, over: Mesh | AbstractMesh) -> list[Tuned
     try:
         jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=_COMPILER)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
-        raise SchedulerError(f"the function cannot be compiled for the mesh {mesh_text(over)}: {said}") from error
+        message = str(error).partition("\n")[0]
+        raise SchedulerError(f"the function cannot be compiled for the mesh {mesh_text(over)}: {message}") from error
     return found
 
 
@@ -184,14 +184,13 @@ def _with_devices(mesh: AbstractMesh) -> Mesh:
             return Mesh(found, mesh.axis_names, axis_types=mesh.axis_types)
     text = mesh_text(mesh)
     raise SchedulerError(
-        f"the function is divided over {mesh.size} devices ({text}), and {len(jax.devices())} are here: what each of "
-        f"them asks is known once it is compiled for as many. tile-scheduler extract --mesh {text.replace(' ', '')} "
-        f"makes them up, and so does Python that is started with JAX_PLATFORMS=cpu "
-        f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
+        f"the function is sharded over {mesh.size} devices ({text}), and this host has {len(jax.devices())}. To find "
+        f"the problems of one device, simulate the devices: tile-scheduler extract --mesh {text.replace(' ', '')}, or "
+        f"start Python with JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
     )
 
 
-def _described(aval: Any, given: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _input_type(aval: Any, given: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Returns an input's shape, dtype and sharding, without its values."""
     sharding = None if getattr(given, "committed", True) is False else getattr(given, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -199,26 +198,26 @@ def _described(aval: Any, given: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def _listening(body: Body, found: list[TunedCall]) -> Any:
+def _with_recorders(body: Body, found: list[TunedCall]) -> Any:
     """Returns the jaxpr with a listener for each tuned call. No tuned call uses a store."""
 
-    def listened(equation: Any) -> Any:
+    def with_recorder(equation: Any) -> Any:
         line = body.line_of(equation)
         if equation.primitive is tuned_call_p:
-            asked, library = equation.params["options"].backends, equation.params["operation"].library.backend
+            allowed, library = equation.params["options"].backends, equation.params["operation"].library.backend
             # XLA partitions calls that allow only the library by itself.
-            options = Listening(backends=asked if asked == {library} else None)
-            if body.count and _asks(equation):
-                found.append(TunedCall(equation, body.count, line, None if body.manual else options.listener))
+            options = RecordingOptions(backends=allowed if allowed == {library} else None)
+            if body.count and _makes_query(equation):
+                found.append(TunedCall(equation, body.count, line, None if body.manual else options.recorder))
             return equation.replace(params=equation.params | {"options": options})
         times, manual = {id(jaxpr): each for jaxpr, each in held(equation)}, body.manual or is_manual(equation)
 
         def other(jaxpr: Any) -> Any:
-            return _listening(Body(jaxpr, body.count * times.get(id(jaxpr), 0), manual, line), found)
+            return _with_recorders(Body(jaxpr, body.count * times.get(id(jaxpr), 0), manual, line), found)
 
         return with_inside(equation, other)
 
-    return replaced(body.jaxpr, listened)
+    return replaced(body.jaxpr, with_recorder)
 
 
 # ------------------------------------------------------------------------------
@@ -235,9 +234,9 @@ def fake_mesh(extents: Mapping[str, int]) -> Mesh:
     with contextlib.suppress(RuntimeError):  # JAX has already started: use the devices that it has
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    if (here := len(jax.devices("cpu"))) < devices:
+    if (found := len(jax.devices("cpu"))) < devices:
         raise SchedulerError(
-            f"a mesh of {devices} devices wants as many, and JAX has started with {here}; start with "
+            f"a mesh of {devices} devices is requested, but JAX has started with {found}; start with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}"
         )
     automatic = (AxisType.Auto,) * len(extents)
@@ -330,11 +329,11 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
             loops.setdefault((body.kind, body.line), body)
     over = mesh_of(function)
     tuned, left = ProblemCounter(chip), dict[str, ProblemCounter]()
-    for made in local_calls(function) if over is None else calls_are_divided(function, over):
-        for operation, problem in made.asks:
+    for made in local_calls(function) if over is None else partitioned_calls(function, over):
+        for operation, problem in made.queries:
             tuned.add(operation, problem, made.count, [made.line])
-        if not made.asks:
-            left.setdefault(made.why_not, ProblemCounter(chip)).add(
+        if not made.queries:
+            left.setdefault(made.reason, ProblemCounter(chip)).add(
                 made.operation, made.problem, made.count, [made.line]
             )
     by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())

@@ -268,8 +268,8 @@ class PureCall:
             given = list(containers(self._call))
             if any(sum(given[i] is other for other in given) > 1 for i in rest.changes):
                 raise SchedulerError(
-                    "the function changes a container that is twice among its arguments, which a compiled function "
-                    "cannot tell apart: give it once, or return what is to change"
+                    "the function changes a container that occurs twice among its arguments, which a compiled function "
+                    "cannot distinguish: pass the container once, or return the new values"
                 )
             for i, change in rest.changes.items():
                 change.write(given[i], lambda packed: packed.restored(available, nodes))
@@ -337,7 +337,7 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn, updated=())
     def pure(*args: Any, **kwargs: Any) -> Any:
         before = snapshots((args, kwargs))
-        with _explained():
+        with _explain_errors():
             result = fn(*args, **kwargs)
         if any(change for change in changed(before, Packing((), ()))):
             raise Impure
@@ -352,15 +352,15 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if module_libraries.is_flax_loaded() and module_libraries.is_of_another_flax_trace(error):
             raise SchedulerError(
-                "the function changes a module that it neither takes as an argument nor holds itself, in its closure, "
-                "its globals or its object, so that the change cannot be carried out of a trace: give it the module "
-                f"as an argument ({str(error).partition(chr(10))[0]})"
+                "the function changes a module that is neither an argument nor in its closure, its globals or its "
+                "object, and a trace cannot return such a change: pass the module as an argument "
+                f"({str(error).partition(chr(10))[0]})"
             ) from error
         raise
 
@@ -404,12 +404,12 @@ class _Program:
         opened = jax.tree.unflatten(self.tree, leaves)
         call, assigned = opened.realized()
         before = snapshots(opened)
-        with _explained():
+        with _explain_errors():
             result = call()
         if names := assigned():
             raise SchedulerError(
-                f"the function assigns {', '.join(names)} outside of itself, which cannot be carried out of a trace: "
-                "return what is new"
+                f"the function assigns {', '.join(names)} outside of itself, which a trace cannot return: return "
+                "the new values"
             )
         kept = [x for x, donated in zip(arrays, self.donated, strict=True) if not donated]
         packing = Packing(tuple(arrays), nodes, {id(x) for x in kept})

@@ -77,8 +77,8 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
             if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # only its own record can show a gain over cuDNN
                 continue
             for operation in operations:
-                if isinstance(posed := _posed(operation, node.equation, stored), MatchedEquation):
-                    tally.add(operation, posed.problem, scope.count, [line_of(node.equation)])
+                if isinstance(matched := _match(operation, node.equation, stored), MatchedEquation):
+                    tally.add(operation, matched.problem, scope.count, [line_of(node.equation)])
     calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
     calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
     return tuple(Suggestion(row, calls[row.operation.name], _gain(row, chip)) for row in tally.rows())
@@ -118,11 +118,11 @@ def _patterns(
     return kept
 
 
-def _posed(operation: Operation[Any], equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> Any:
-    if (posed := operation.equations.get(equation.primitive)) is None:
+def _match(operation: Operation[Any], equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> Any:
+    if (match_equation := operation.equations.get(equation.primitive)) is None:
         return None
     avals = [x.aval for x in equation.invars]
-    return posed(
+    return match_equation(
         *avals, stored=stored[equations.layout_key(equation.primitive, avals, equation.params)], **equation.params
     )
 

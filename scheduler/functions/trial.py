@@ -16,9 +16,9 @@ from scheduler.core import text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
-from scheduler.functions import comparison, in_context
+from scheduler.functions import ablation, comparison
+from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.comparison import Seconds
-from scheduler.functions.in_context import Lowered, Replaced
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Arguments:
             tuple((name, self.kwargs[name]) for name in sorted(self._names)),
         )
         # Inlined for arrays: models have hundreds of them, and a function call for each would be slower.
-        kinds = [(x.aval, x.sharding, x.committed) if type(x) in _arrays else _kind(x) for x in leaves]
+        kinds = [(x.aval, x.sharding, x.committed) if type(x) in _arrays else _leaf_key(x) for x in leaves]
         return tree, tuple(kinds), static
 
     def call(self, compiled: Any) -> Any:
@@ -102,16 +102,16 @@ class Arguments:
     def _leaves(self) -> list[Any]:
         return jax.tree.leaves(self.dynamic)
 
-    def described(self) -> str:
+    def text(self) -> str:
         """Returns shapes and dtypes as text, abbreviated if there are many."""
-        texts = [_typed(x) for x in self._leaves]
+        texts = [_type_text(x) for x in self._leaves]
         static = [repr(self.args[number]) for number in sorted(self._numbers)]
         static += [f"{name}={self.kwargs[name]!r}" for name in sorted(self._names)]
         shown = texts if len(texts) <= 6 else [*texts[:5], f"... {len(texts) - 5} more"]
         return ", ".join(shown + static)
 
 
-def _kind(x: Any) -> Any:
+def _leaf_key(x: Any) -> Any:
     if isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer):
             raise SchedulerError(
@@ -124,14 +124,14 @@ def _kind(x: Any) -> Any:
         return x.shape, x.dtype
     if isinstance(x, _NUMBERS):
         return type(x)
-    raise TypeError(f"{type(x).__name__} is no array")
+    raise TypeError(f"expected an array, found {type(x).__name__}")
 
 
 def _copy(x: Any) -> Any:
     return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
-def _typed(x: Any) -> str:
+def _type_text(x: Any) -> str:
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     return type(x).__name__
@@ -139,11 +139,10 @@ def _typed(x: Any) -> str:
 
 # Reasons to use XLA's version without timing.
 SEVERAL_PROCESSES = (
-    "each process of a job would decide for itself, and perhaps another way than the others: give them one plan "
-    "(scheduler.plan)"
+    "each process of a job would decide for itself, and processes could differ: give them one plan (scheduler.plan)"
 )
-PLANNED = "the plan answers, in every process of the job alike"
-NOTHING_REPLACED = "no kernel answers any of its products, nor its attention"
+PLANNED = "the plan selects the kernels, identically in all processes of the job"
+NOTHING_REPLACED = "no kernel is selected for its matmuls or its attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,30 +205,32 @@ class Trial:
           Exception: Any error raised while tracing the function.
         """
         if isinstance(jnp.zeros(()), jax.core.Tracer):
-            raise SchedulerError("an optimized function was called inside a traced one: optimize the outer function")
+            raise SchedulerError(
+                "an optimized function was called while JAX traces another one: optimize the outer function"
+            )
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
         several = jax.process_count() > 1
         if several and any(options.plan is None for options in self.options.values()):
-            return self._decided(SEVERAL_PROCESSES)
+            return self._decision(SEVERAL_PROCESSES)
         if effects := getattr(traced.jaxpr, "effects", ()):
             kinds = ", ".join(sorted({type(effect).__name__ for effect in effects}))
-            return self._decided(
-                f"it has side effects ({kinds}), and trying it both ways would have them several times"
+            return self._decision(
+                f"it has side effects ({kinds}), which would occur several times if both versions were tried"
             )
         try:
-            lowered = in_context.lower_with_kernels(traced, self.options)
+            lowered = ablation.lower_with_kernels(traced, self.options)
             if not lowered.replaced:
-                return self._decided(NOTHING_REPLACED, lowered)
+                return self._decision(NOTHING_REPLACED, lowered)
             if several:
-                return self._decided(PLANNED, lowered, lowered.lowered.compile())
-            return self._tried(lowered, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
+                return self._decision(PLANNED, lowered, lowered.lowered.compile())
+            return self._try_both(lowered, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return self._doubted(f"trying the tuned version failed: {what}")
+            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return self._fall_back(f"trying the tuned version failed: {cause}")
 
-    def _tried(self, lowered: Lowered, donated: Sequence[bool]) -> Decided:
+    def _try_both(self, lowered: Lowered, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()
 
         def plain() -> Any:
@@ -245,29 +246,29 @@ class Trial:
         if wrong := comparison.disagreement(
             expected, tuned(), comparison.rounding(each.problem for each in lowered.replaced), sensitivity
         ):
-            return self._doubted(f"the tuned version computed something else: {wrong}", lowered)
+            return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
         if self.seconds is None:
-            return self._decided("kept without timing, as asked", lowered, compiled)
+            return self._decision("kept without timing, as requested", lowered, compiled)
         runs = {"plain": plain, "tuned": tuned}
         times = comparison.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
-        reason = _compared(times["plain"], times["tuned"])
+        reason = _times_text(times["plain"], times["tuned"])
         kept = compiled if comparison.is_faster(times["tuned"], times["plain"]) else None
-        return self._decided(reason, lowered, kept, **times)
+        return self._decision(reason, lowered, kept, **times)
 
     def _plain(self, given: Arguments) -> Any:
         return self.jitted(*given.args, **given.kwargs)
 
-    def _decided(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **times: Seconds) -> Decided:
+    def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **times: Seconds) -> Decided:
         replaced, left = (lowered.replaced, lowered.left) if lowered else ((), {})
-        return Decided(self.function, self.given.described(), compiled, reason, replaced, left, **times)
+        return Decided(self.function, self.given.text(), compiled, reason, replaced, left, **times)
 
-    def _doubted(self, reason: str, lowered: Lowered | None = None) -> Decided:
-        text.warn_safely(f"{self.function}: XLA's version answers, for {reason}")
-        return self._decided(reason, lowered)
+    def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
+        text.warn_safely(f"{self.function}: XLA's version is used: {reason}")
+        return self._decision(reason, lowered)
 
 
-def _compared(plain: Seconds, tuned: Seconds) -> str:
+def _times_text(plain: Seconds, tuned: Seconds) -> str:
     ahead = comparison.margin_of(tuned, plain)
     between = f"{1 + ahead.low:.3f} and {1 + ahead.high:.3f}" if math.isfinite(ahead.low) else "anything"
     return (

@@ -20,10 +20,7 @@ from scheduler.core.plan import Figure, Plan, Variant
 from scheduler.core.progress import Progress
 from scheduler.dispatch import calls, dispatch
 from scheduler.functions import comparison
-from scheduler.functions.answers import MIN_GAIN, Known, Search, known
-from scheduler.functions.comparison import Seconds
-from scheduler.functions.equations import ProblemCount
-from scheduler.functions.in_context import (
+from scheduler.functions.ablation import (
     MOST_ADDED,
     AblationResult,
     CompiledFunction,
@@ -33,6 +30,9 @@ from scheduler.functions.in_context import (
     failure,
     groups,
 )
+from scheduler.functions.answers import MIN_GAIN, Known, Search, known
+from scheduler.functions.comparison import Seconds
+from scheduler.functions.equations import ProblemCount
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
@@ -89,7 +89,7 @@ def tune_function(
     whole = CompiledFunction(fn, args)
     found = problems(whole.call, *whole.arrays)
     if not found.tuned:
-        raise SchedulerError(f"{_name(fn)} makes no tuned call, and so there is nothing to plan. {found!r}")
+        raise SchedulerError(f"{_name(fn)} makes no tuned call, so there is nothing to plan. {found!r}")
     for row in found.tuned:
         named_backends(row.operation, backends)
     return _Tuning(_name(fn), whole, found.tuned, chips.detect()).run(
@@ -100,22 +100,24 @@ def tune_function(
 def _require(args: Sequence[Any], minutes: float, budget: int, store: Any) -> None:
     if jax.process_count() > 1:
         raise SchedulerError(
-            f"tune_function in a job of {jax.process_count()} processes, which would decide apart: make the plan in "
-            "one process, on one process's share of the work, and give it to all with scheduler.plan"
+            f"tune_function in a job of {jax.process_count()} processes, which could decide differently: make the plan "
+            "in one process, on one process's share of the work, and give it to all with scheduler.plan"
         )
     if calls.target.value:
-        raise SchedulerError(f"a plan is made by measuring: leave scheduler.target({calls.target.value!r})")
+        raise SchedulerError(f"tune_function measures on this chip: leave scheduler.target({calls.target.value!r})")
     arguments.checked_number("minutes", minutes)
     arguments.checked_integer("budget", budget)
     if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+        raise TypeError(
+            f"store must be a scheduler.Store, found the path {store!r}: pass scheduler.Store({str(store)!r})"
+        )
     for leaf in jax.tree.leaves(args):
         if isinstance(leaf, jax.core.Tracer):
             raise SchedulerError(
                 "tune_function is called under a trace (jit, grad, vmap): call it outside, with arrays"
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(f"{leaf} is a shape; the function is to be timed: give an array")
+            raise ValueError(f"tune_function times the function and needs arrays, found the shape {leaf}")
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -145,30 +147,30 @@ class _Tuning:
         rounding = comparison.rounding(row.problem for row in self.rows)
         reference = Reference(xla, jax.block_until_ready(xla()), rounding)
         candidates = [i for i in range(len(self.known)) if i not in self.reasons]
-        candidates, everything = self._that_run(candidates, reference)
+        candidates, everything = self._usable(candidates, reference)
         step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
-        added = self._that_tie(candidates, step_s, reference)
+        added = self._tied(candidates, step_s, reference)
         if everything is None and not added:
             left = sum(each.library is None for each in self.known)
             untuned = f"; {left} of {len(self.known)} problems are not tuned" if left else ""
-            return self._without(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
-        kept, ablated = self._that_help(candidates, everything or xla, added, xla, step_s)
+            return self._xla_plan(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
+        kept, ablated = self._beneficial(candidates, everything or xla, added, xla, step_s)
         self.reasons |= {i: f"alone it is faster, but {ablated[i]}" for i in candidates if i not in kept}
         no_doubt = "alone it is about as fast, and the function is not faster with it beyond doubt"
         self.reasons |= {i: f"{no_doubt}: {ablated[i]}" for i in added if i not in kept}
         runs: dict[Variant, Run] = {"xla": xla} if everything is None else {"xla": xla, "all": everything}
-        return self._decided(candidates, kept, reference, runs, ablated)
+        return self._fastest_plan(candidates, kept, reference, runs, ablated)
 
     def plan(self, kernels: Collection[int], reasons: Mapping[int, str] | None = None) -> Plan:
         """Returns the plan that uses kernels for the problems in `kernels`, and XLA for the others."""
-        said = reasons or {}
+        kernel_reasons = reasons or {}
         answers = [
-            each.planned(kernel=i in kernels, reason=said.get(i, self.reasons.get(i, "")))
+            each.planned(kernel=i in kernels, reason=kernel_reasons.get(i, self.reasons.get(i, "")))
             for i, each in enumerate(self.known)
         ]
         return Plan(self.name, self.chip.id, self.chip.kind, environment(""), __version__, tuple(answers))
 
-    def _that_run(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
+    def _usable(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
         """Returns the candidates that work inside the function, and the function with all of them (None if there are
         none).
         """
@@ -191,7 +193,7 @@ class _Tuning:
             return [], None
         return usable, everything
 
-    def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
+    def _tied(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
         """Returns the function with all candidates plus one tied kernel, for the tied problems that take longest."""
         tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= MIN_GAIN * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
@@ -204,18 +206,21 @@ class _Tuning:
                 runs[i] = run
         return runs
 
-    def _that_help(
+    def _beneficial(
         self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
     ) -> tuple[list[int], dict[int, AblationResult]]:
         """Returns the candidates that speed up the function, and the comparison of each."""
-        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, MIN_GAIN) if candidates else []
-        ablated = ablate(
-            self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group]), added
-        )
-        of_each = {i: each for each in ablated for i in each.group}
-        return [i for i in (*candidates, *added) if of_each[i].helps], of_each
+        gains_s = {i: self.known[i].gain_s for i in candidates}
+        tested = groups(gains_s, step_s, MIN_GAIN) if candidates else []
 
-    def _decided(
+        def without(group: tuple[int, ...]) -> Plan:
+            return self.plan([i for i in candidates if i not in group])
+
+        ablated = ablate(self.whole, everything, xla, tested, without, added)
+        by_kernel = {i: each for each in ablated for i in each.group}
+        return [i for i in (*candidates, *added) if by_kernel[i].helps], by_kernel
+
+    def _fastest_plan(
         self,
         candidates: list[int],
         kept: list[int],
@@ -232,12 +237,12 @@ class _Tuning:
                 # Tied kernels were only tried one at a time with the candidates.
                 refused = f"alone it is about as fast, but together with others it cannot be used: {why}"
                 self.reasons |= dict.fromkeys(set(kept) - set(faster_alone), refused)
-                return self._decided(candidates, faster_alone, reference, runs, ablated)
+                return self._fastest_plan(candidates, faster_alone, reference, runs, ablated)
             if run is None:
-                return self._without(runs["xla"], f"XLA answers everything: the plan cannot be used: {why}")
+                return self._xla_plan(runs["xla"], f"XLA answers everything: the plan cannot be used: {why}")
             runs = {**runs, "plan": run}
         if len(runs) == 1:
-            return self._without(runs["xla"], "XLA answers everything: nothing else makes the function faster")
+            return self._xla_plan(runs["xla"], "XLA answers everything: nothing else makes the function faster")
         times = self.whole.time(runs)
         best: Variant = min((v for v in runs if v != "xla"), key=lambda v: times[v].median_s)
         if "plan" in runs and best == "all" and not comparison.is_faster(times["all"], times["plan"]):
@@ -248,15 +253,17 @@ class _Tuning:
             for i in kept:
                 self.reasons[i] = "alone it is no slower, but the function is not faster beyond doubt"
             figures = {v: times[v] for v in runs if v != "plan"}
-            return self._with(self.plan(()), figures, f"XLA answers everything: the function would be {between}")
+            return self._with_figures(
+                self.plan(()), figures, f"XLA answers everything: the function would be {between}"
+            )
         chosen = candidates if best == "all" else kept
-        said = {i: f"{ablated[i]}" for i in chosen}
-        return self._with(self.plan(chosen, said), {**times, "plan": times[best]}, between)
+        kernel_reasons = {i: f"{ablated[i]}" for i in chosen}
+        return self._with_figures(self.plan(chosen, kernel_reasons), {**times, "plan": times[best]}, between)
 
-    def _without(self, xla: Run, verdict: str) -> Plan:
-        return self._with(self.plan(()), self.whole.time({"xla": xla}), verdict)
+    def _xla_plan(self, xla: Run, verdict: str) -> Plan:
+        return self._with_figures(self.plan(()), self.whole.time({"xla": xla}), verdict)
 
-    def _with(self, plan: Plan, times: Mapping[Any, Seconds], verdict: str) -> Plan:
+    def _with_figures(self, plan: Plan, times: Mapping[Any, Seconds], verdict: str) -> Plan:
         order: tuple[Variant, ...] = ("xla", "all", "plan")
         figures = tuple(
             Figure(variant, times[variant].median_s, times[variant].spread_s, times[variant].rounds)

@@ -125,11 +125,11 @@ class Case:
         if best is not None and not best.kernel.library:
             return best
         if best is not None:
-            raise NothingToDraw(f"what {best.kernel.backend} does inside nobody knows; name another backend")
+            raise NothingToDraw(f"the schedule of {best.kernel.backend} is unknown; choose another backend")
         kernels = [kernel for kernel in self.operation.kernels if not (kernel.library or kernel.vendor)]
         reasons = {k.backend: k.supports(self.problem, self.hardware.target) or "no schedule fits" for k in kernels}
-        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise NothingToDraw(f"no kernel but the library's can do {self} ({said or 'there is no other'})")
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NothingToDraw(f"only the library supports {self} ({text or 'there is no other kernel'})")
 
     def model(self, kernel: Kernel[Any, Any]) -> CostModel:
         return model_of(self.operation, kernel, self.hardware)
@@ -146,7 +146,7 @@ class Case:
         """
         found = kernel.footprint(self.problem, points, self.hardware.target)
         if found is None:
-            raise NothingToDraw(f"{kernel.backend} declares no footprint, and this is drawn from it")
+            raise NothingToDraw(f"{kernel.backend} declares no footprint, which this plot needs")
         return found
 
     def _whole(self, kernel: Kernel[Any, Any], schedule: Schedule) -> Schedule:

@@ -64,10 +64,10 @@ class Coverage:
     def records_text(self) -> str:
         """The number of records of each kind; "" if there are none."""
         counts = {"measured": self.measured, "estimated": self.estimated}
-        return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
 
     @property
-    def unasked_text(self) -> str:
+    def fallback_text(self) -> str:
         """The fallback for a call without a record."""
         if not self.kernels:
             return "XLA"
@@ -76,7 +76,9 @@ class Coverage:
     def __str__(self) -> str:
         if not self.kernels:
             return "; ".join(["XLA alone", *([self.records_text] if self.records_text else []), *self.outdated])
-        return f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.unasked_text} answers"
+        return (
+            f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.fallback_text} answers"
+        )
 
 
 def coverage(records: Iterable[Keyed]) -> list[Coverage]:
@@ -143,7 +145,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
     yield Finding("versions", "ok", f"tile-scheduler {tile_scheduler.__version__}, python {platform.python_version()}")
-    if (reason := tile_scheduler.trouble()) is not None:
+    if (reason := tile_scheduler.installation_problem()) is not None:
         yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()
@@ -152,23 +154,25 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     yield from _chips()
     gpu = Gpu.query(device)
     if gpu is None:
-        yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
+        yield Finding(
+            "GPU", "note", "none is visible (nvidia-smi lists none): kernels can only be interpreted on the CPU"
+        )
     elif not cuda_wanted():
-        reason = "JAX_PLATFORMS keeps it out" if os.environ.get("JAX_PLATFORMS") else "install tile-scheduler[cuda13]"
-        yield Finding("GPU", "note", f"one is here, and jax does not use it: {reason}")
+        reason = "JAX_PLATFORMS excludes it" if os.environ.get("JAX_PLATFORMS") else "install tile-scheduler[cuda13]"
+        yield Finding("GPU", "note", f"a GPU is present, but jax does not use it: {reason}")
     else:
         yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / GIB:.0f} GiB free")
     try:
         hardware = detect()
     except UnknownChip as unknown:
-        yield Finding("hardware", "note", f"{unknown}: XLA answers every call")
+        yield Finding("hardware", "note", f"{unknown}: all calls use XLA")
         return
     except SchedulerError as error:
         yield Finding("hardware", "broken", str(error))
         return
-    if hardware.borrowed:
-        rough = f"predictions, by the figures of another {hardware.architecture}, are rough"
-        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {rough}")
+    if hardware.extrapolated:
+        detail = f"predictions use the figures of another {hardware.architecture} chip and are rough"
+        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {detail}")
     else:
         yield Finding("hardware", "ok", hardware.id)
     for name in OPERATIONS:
@@ -181,7 +185,7 @@ def _caches() -> Iterator[Finding]:
         heads = store.heads()
         count, old = len(heads), _stale(heads, "tile-scheduler verify --update")
         if reason := _unwritable(store.location):
-            kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to keep what is tuned here"
+            kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to store tuned records"
             yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
         else:
             yield Finding("cache", "warning" if old else "ok", f"{store.location}: {count} records{old}")
@@ -189,7 +193,7 @@ def _caches() -> Iterator[Finding]:
         yield Finding("cache", "broken", str(error))
     try:
         if (other := shipped()) is None:
-            yield Finding("shipped cache", "broken", "cache.db did not come with this installation; install it again")
+            yield Finding("shipped cache", "broken", "this installation has no cache.db; install the package again")
         else:
             heads = other.heads()
             old = _stale(heads, "tile-scheduler verify --shipped --update")
@@ -206,9 +210,9 @@ def _stale(records: Sequence[Head], again: str) -> str:
     ((most, _),) = made.most_common(1)
     count = "all" if made.total() == len(records) else f"{made.total()}"
     return (
-        f", {count} of them stale: made with jax {', '.join(sorted(made))}, and here is {_version('jax')}. They answer "
-        f"calls all the same, though another compiler may favour other schedules. {upgrade(most)}, and they are "
-        f"current; or time them again: {again}"
+        f", {count} of them stale: made with jax {', '.join(sorted(made))}, and this is {_version('jax')}. Calls still "
+        f"use them, but another compiler may favour other schedules. {upgrade(most)} to make them current, or time "
+        f"them again: {again}"
     )
 
 
@@ -216,11 +220,11 @@ def upgrade(jax_version: str) -> str:
     """Describes how to install that version of JAX, and which Python it needs if the current one is too old."""
     minor = tuple(int(part) for part in jax_version.split(".")[:2])
     needed = next((python for since, python in PYTHON_OF_JAX if minor >= since), None)
-    how = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
+    command = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
     if needed is None or sys.version_info >= needed:
-        return f"{how})"
+        return f"{command})"
     wanted = ".".join(map(str, needed))
-    return f"{how}) under Python {wanted} or newer, which it needs (here is {platform.python_version()})"
+    return f"{command}) under Python {wanted} or newer, which it needs (this is {platform.python_version()})"
 
 
 def _chips() -> Iterator[Finding]:
@@ -231,11 +235,13 @@ def _chips() -> Iterator[Finding]:
             store = opened()
             heads += store.heads() if store is not None else ()
     for row in coverage(heads):
-        able = ""
+        compiler = ""
         if row.compiled:
-            able = unable(row.hardware) or "its compiler is here, and estimates times (tune --hardware)"
+            compiler = unable(row.hardware) or "its compiler is installed and estimates times (tune --hardware)"
         state: State = "warning" if row.outdated else "ok"
-        yield Finding(f"chip {row.hardware.kind}", state, f"{row}{f'; {able}' if able else ''}".replace("`", ""))
+        yield Finding(
+            f"chip {row.hardware.kind}", state, f"{row}{f'; {compiler}' if compiler else ''}".replace("`", "")
+        )
 
 
 def _unwritable(location: str) -> str:
@@ -271,17 +277,17 @@ def _on_miss() -> Iterator[Finding]:
 def _misses() -> Iterator[Finding]:
     """Reports whether cache misses are recorded, and how many there are."""
     try:
-        noted = stored.noted_misses()
+        logged = stored.logs_misses()
     except ValueError as error:
-        yield Finding("misses", "broken", f"{error}; every call that no record answers fails")
+        yield Finding("misses", "broken", f"{error}; every call without a record fails")
         return
-    if not noted:
-        yield Finding("misses", "ok", f"they are not noted: {stored.MISSES_ENVIRONMENT} says so")
+    if not logged:
+        yield Finding("misses", "ok", f"not logged: {stored.MISSES_ENVIRONMENT} disables logging")
         return
     with contextlib.suppress(StoreError):  # already reported by `_caches`
         count = len(Store(default_url()).misses.all())
         yield Finding(
-            "misses", "ok", f"{count} noted (tile-scheduler misses); {stored.MISSES_ENVIRONMENT}=off notes none"
+            "misses", "ok", f"{count} logged (tile-scheduler misses); {stored.MISSES_ENVIRONMENT}=off disables logging"
         )
 
 
@@ -296,8 +302,8 @@ def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding
         elif kernel.library or hardware.architecture in kernel.verified_on:
             yield Finding(what, "ok", f"version {kernel.version}")
         else:
-            untried = f"not verified on {hardware.architecture}: used where measured or asked for"
-            yield Finding(what, "note", f"version {kernel.version}, {untried}")
+            unverified = f"not verified on {hardware.architecture}: used only if measured or requested"
+            yield Finding(what, "note", f"version {kernel.version}, {unverified}")
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -307,7 +313,7 @@ def summary(findings: Sequence[Finding]) -> str:
         for state in ("broken", "warning")
     }
     if not any(named.values()):
-        return "ok: nothing is broken, and nothing is out of date"
+        return "ok: nothing is broken or out of date"
     return "; ".join(f"{state}: {names}" for state, names in named.items() if names)
 
 

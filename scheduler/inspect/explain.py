@@ -143,9 +143,9 @@ def _account(
         if (trial.backend, trial.version) == (kernel.backend, kernel.version)
     }
     tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
-    asked = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
+    requested = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
     top = min(top, len(ranks))
-    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *asked])
+    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *requested])
     if lowering and not pruned.ranked:
         shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
     untried = len(pruned.points) - len(tried)
@@ -197,10 +197,10 @@ def _lowered(ranked: Ranked, pruned: Pruned, problem: Problem, hardware: Hardwar
     """Adds the on-chip memory of the lowered kernel, or the reason why it fails to lower."""
     schedule = pruned.space.decode(ranked.schedule)
     try:
-        asked = requested_onchip_bytes(lower_candidate(pruned.kernel, problem, schedule, hardware.target))
+        requested = requested_onchip_bytes(lower_candidate(pruned.kernel, problem, schedule, hardware.target))
     except Exception as error:  # as in a search: lowering runs only the kernel's code and JAX's
         return dataclasses.replace(ranked, refused=describe_exception(error))
-    return dataclasses.replace(ranked, onchip_bytes=asked or 0)
+    return dataclasses.replace(ranked, onchip_bytes=requested or 0)
 
 
 def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware) -> str:

@@ -29,13 +29,13 @@ def record_html(record: Record) -> str:
             ("% of roofline", _NUMBER), ("schedule", ' style="text-align:left"'),
         )
     )  # fmt: skip
-    told = " ".join([*verdict(record), *(f"{line}." for line in record_head(record, trials_kept=True))])
+    shown = " ".join([*verdict(record), *(f"{line}." for line in record_head(record, trials_kept=True))])
     return (
         f"<div><p><b>{_escaped(record.key.operation)}</b> {_escaped(problem)} on {_escaped(record.key.hardware)}<br>"
         f"<b>{_escaped(seconds_text(winner.measurement.median_s))}</b> by {_escaped(winner.backend)}, "
         f"{_escaped(against)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        f"<p><small>{_escaped(told)}</small></p></div>"
+        f"<p><small>{_escaped(shown)}</small></p></div>"
     )
 
 
@@ -48,10 +48,12 @@ def record_text(record: Record) -> str:
     if library is None:
         lines.append(f"library: {record.library} has no time")
     elif library != winner:
-        said = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[standing(record, library).state]
+        qualifier = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[
+            standing(record, library).state
+        ]
         lines.append(
             f"library: {seconds_text(library.measurement.median_s)}, {choice_text(library.backend, library.schedule)}; "
-            f"{standing(record, library).ratio:.3g} times the winner's{said}"
+            f"{standing(record, library).ratio:.3g} times the winner's{qualifier}"
         )
     else:
         stands = against_library(record)
@@ -71,7 +73,7 @@ def _row(record: Record, entry: Entry) -> str:
         rate = digits(case.problem.flops / time_s / 1e12)
     if case is not None and not case.hardware.abilities.interpreted:
         share = share_text(CostModel(case.hardware).lower_bound(case.problem) / time_s)
-    beside = "" if entry == record.winner else _beside(record, entry)
+    beside = "" if entry == record.winner else _comparison_text(record, entry)
     cells = (
         (entry.backend, ""), (seconds_text(time_s), _NUMBER), (beside, _NUMBER), (rate, _NUMBER), (share, _NUMBER),
         (choice_text("", entry.schedule).strip(), ' style="text-align:left"'),
@@ -79,7 +81,7 @@ def _row(record: Record, entry: Entry) -> str:
     return "<tr>" + "".join(f"<td{style}>{_escaped(text)}</td>" for text, style in cells) + "</tr>"
 
 
-def _beside(record: Record, entry: Entry) -> str:
+def _comparison_text(record: Record, entry: Entry) -> str:
     """Returns the entry's time over the winner's with its interval, or "tie"."""
     stands = standing(record, entry)
     ratio = "tie" if stands.state == "tie" else ratio_text(stands.ratio)

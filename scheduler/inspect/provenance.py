@@ -93,8 +93,8 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     """Yields lines on how the record was measured."""
     env = record.environment
     driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
-    how = "Estimated by the compiler, not measured," if record.estimated else "Measured"
-    yield f"{how} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
+    tuned = "Estimated by the compiler, not measured," if record.estimated else "Measured"
+    yield f"{tuned} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
     versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
     lost = "" if trials_kept else ", their times not kept beside the record"
     yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
@@ -105,12 +105,12 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
 def unfinished_text(trials: Sequence[Trial]) -> str:
     """Describes the progress of an unfinished search."""
     ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    said = ", none of which ran"
+    parts = ", none of which ran"
     if ran:
         best_s, _, best = min(ran)
         how = "estimated " if isinstance(best.outcome, Measurement) and best.outcome.estimated else ""
-        said = f", the best {how}{seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
-    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
+        parts = f", the best {how}{seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
+    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{parts}"
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:

@@ -18,11 +18,11 @@ class Way:
     """One way to partition a problem.
 
     Attributes:
-      said: A description of the way.
+      description: A description of the way.
       divided: The result of the partitioning.
     """
 
-    said: str
+    description: str
     divided: Divided[Any]
 
 
@@ -35,8 +35,8 @@ def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any]:
     found = operation.sharding(problem)
     if found is None:
         raise SchedulerError(
-            f"{operation.name} does not say what of it may be divided (Operation.shard): on a mesh outside of "
-            "jax.shard_map XLA answers it"
+            f"{operation.name} does not declare how it is sharded (Operation.shard): on a mesh, calls outside of "
+            "jax.shard_map use XLA"
         )
     return found
 
@@ -76,7 +76,7 @@ def by_letters(sharding: Sharding[Any], problem: Problem, mesh: Mapping[str, int
         if axis not in mesh:
             raise ValueError(f"the mesh has no axis {unknown(axis, mesh)}")
         if named.count(axis) > 1:
-            raise ValueError(f"the axis {axis} cannot divide twice")
+            raise ValueError(f"the axis {axis} is used twice")
 
     def spec(array: Sequence[Letters]) -> Spec:
         return tuple(tuple(axis for letter in letters for axis in over.get(letter, ())) for letters in array)
@@ -102,7 +102,9 @@ def by_specs(
     given = []
     for name, specs, known in zip(("operands", "results"), (operands, results), arrays, strict=True):
         if len(specs) > len(known):
-            raise ValueError(f"{len(specs)} specs of {len(known)} {name}, which are {_described(sharding, problem)}")
+            raise ValueError(
+                f"expected at most {len(known)} specs of {name}, found {len(specs)}: {_problem_text(sharding, problem)}"
+            )
         given.append([*specs, *[()] * (len(known) - len(specs))] if specs else [])
     divided = divide(sharding, problem, mesh, given[0] or [()] * len(arrays[0]), given[1])
     return Way("as given", divided)
@@ -120,6 +122,6 @@ def spec_text(spec: Spec) -> str:
     return f"P({', '.join(map(repr, entries))})"
 
 
-def _described(sharding: Sharding[Any], problem: Problem) -> str:
+def _problem_text(sharding: Sharding[Any], problem: Problem) -> str:
     extents = sharding.extents(problem)
     return f"{sharding.rule!r} with {', '.join(f'{letter}={extent}' for letter, extent in extents.items())}"

@@ -38,15 +38,15 @@ def standing(record: Record, other: Entry) -> Standing:
     from scheduler.core.records import label_of
     from scheduler.search.final_comparison import margin
 
-    sure, winner = record.confidence, record.winner
-    tied = label_of(other.backend, other.schedule) in sure.tied
-    found = margin(winner.measurement, other.measurement, sure.rounds)
+    confidence, winner = record.confidence, record.winner
+    tied = label_of(other.backend, other.schedule) in confidence.tied
+    found = margin(winner.measurement, other.measurement, confidence.rounds)
     if found is None or not math.isfinite(found.low):
         ratio = other.measurement.median_s / winner.measurement.median_s
-        near = tied or abs(ratio - 1) <= TIE
-        return Standing("tie" if near else "ahead" if ratio > 1 and found is None else "undecided", ratio)
-    near = tied or (found.low <= 0 and found.low >= -TIE and found.high <= TIE)
-    state: Literal["ahead", "tie", "undecided"] = "tie" if near else "ahead" if found.low > 0 else "undecided"
+        within_tie = tied or abs(ratio - 1) <= TIE
+        return Standing("tie" if within_tie else "ahead" if ratio > 1 and found is None else "undecided", ratio)
+    within_tie = tied or (found.low <= 0 and found.low >= -TIE and found.high <= TIE)
+    state: Literal["ahead", "tie", "undecided"] = "tie" if within_tie else "ahead" if found.low > 0 else "undecided"
     return Standing(state, 1 + found.middle, found.low, found.high)
 
 
@@ -56,12 +56,12 @@ def interval_text(low: float, high: float) -> str:
         return "as fast"
     if low > 0 or high < 0:
         near, far = sorted((low, high), key=abs)
-        return _joined(_beside(near), _beside(far), "{} to {}")
+        return _joined(_amount(near), _amount(far), "{} to {}")
     if -low < _EQUAL:
-        return f"up to {' '.join(_beside(high))}"
+        return f"up to {' '.join(_amount(high))}"
     if high < _EQUAL:
-        return f"up to {' '.join(_beside(low))}"
-    return _joined(_beside(low), _beside(high), "between {} and {}")
+        return f"up to {' '.join(_amount(low))}"
+    return _joined(_amount(low), _amount(high), "between {} and {}")
 
 
 # Shares below the first count as equal. From the other two on, ratios are shown instead of percentages.
@@ -69,7 +69,7 @@ _EQUAL = 5e-5
 _MUCH_SLOWER, _MUCH_FASTER = 1.0, -0.5
 
 
-def _beside(share: float) -> tuple[str, str]:
+def _amount(share: float) -> tuple[str, str]:
     """Describes a time longer by `share` as an amount and its kind: "12%", "slower"; "24.9", "times as slow"."""
     if share >= _MUCH_SLOWER:
         return digits(1 + share), "times as slow"
@@ -113,8 +113,8 @@ def order_note(record: Record) -> str:
     if not record.confidence.rounds:
         return f"Rows are not in the order of their times: {ties}."
     return (
-        "Rows are in the order of the run-off, not of the medians in the column of times: the ratio is that of the "
-        f"median round, in which all ran one after another, and {ties}."
+        "Rows are in the order of the run-off, not of the medians: the ratio is that of the median round, in which all "
+        f"ran interleaved, and {ties}."
     )
 
 
@@ -134,9 +134,7 @@ def verdict(record: Record) -> list[str]:
 def _estimated(record: Record) -> str:
     if not record.estimated:
         return ""
-    return (
-        "These are the compiler's estimates for a chip that was not there: nothing ran. A search on it replaces them."
-    )
+    return "These are the compiler's estimates for an absent chip: nothing ran. A search on that chip replaces them."
 
 
 def _ended(record: Record) -> str:
@@ -151,17 +149,17 @@ def _against_xla(record: Record) -> str:
     if other is None:
         if any(lost.backend == record.library for lost in record.failed):
             return "XLA did not run."
-        return "XLA was left out: by the bytes that it moves it cannot win."
+        return "XLA was left out: it cannot win, by the bytes that it moves."
     if record.winner == other:
         if (rival := _rival(record)) is None:
             return "XLA is the only backend that ran."
         stands = standing(record, rival)
         if stands.state == "undecided":
-            medians = f"takes {digits(stands.ratio)} times as long by the medians, which decides nothing"
+            medians = f"takes {digits(stands.ratio)} times as long by the medians, which is not significant"
             where = f"is {stands.interval}" if stands.interval else medians
-            return f"Undecided, and XLA answers: the best other schedule {where}."
-        said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
-        return f"{said}; the best other schedule takes {digits(stands.ratio)} times as long."
+            return f"Undecided, so XLA is used: the best other schedule {where}."
+        result = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
+        return f"{result}; the best other schedule takes {digits(stands.ratio)} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
     if stands.state == "ahead":
         return f"{digits(stands.ratio)} times as fast as {xla}."
@@ -171,22 +169,22 @@ def _against_xla(record: Record) -> str:
 
 
 def confidence(record: Record) -> str:
-    sure = record.confidence
-    if not sure.rounds:
+    run_off = record.confidence
+    if not run_off.rounds:
         return ""
     samples = len(record.winner.measurement.samples_s)
-    said = [f"Run-off: {sure.rounds} rounds, {samples} samples of the winner, L2 {record.winner.measurement.l2}"]
-    where = ""
-    if sure.margin_low is not None and sure.margin_high is not None:
-        where = f"the runner-up is {interval_text(sure.margin_low, sure.margin_high)}"
+    parts = [f"Run-off: {run_off.rounds} rounds, {samples} samples of the winner, L2 {record.winner.measurement.l2}"]
+    margin = ""
+    if run_off.margin_low is not None and run_off.margin_high is not None:
+        margin = f"the runner-up is {interval_text(run_off.margin_low, run_off.margin_high)}"
     if record.undecided:
-        said.append(f"undecided{f': {where}' if where else ''}")
-    elif where:
-        said.append(where)
-    if sure.tied:
-        others = len(sure.tied) - 1
-        said.append(f"tied with {others} other{'s' if others > 1 else ''}, within 1 %")
-    return "; ".join([*said, *sure.notes]) + "."
+        parts.append(f"undecided{f': {margin}' if margin else ''}")
+    elif margin:
+        parts.append(margin)
+    if run_off.tied:
+        others = len(run_off.tied) - 1
+        parts.append(f"tied with {others} other{'s' if others > 1 else ''}, within 1 %")
+    return "; ".join([*parts, *run_off.notes]) + "."
 
 
 # ------------------------------------------------------------------------------
@@ -244,7 +242,7 @@ def compared(
                 first = f"the first of {backend}" if len(set(of)) == 1 else "the first of its operation and backend"
                 known.setdefault((operation, backend), (first, schedule))
     names = " and ".join(dict.fromkeys(named))
-    return Compared(texts, [f"schedules are shown by what differs from {names}"] if names else [])
+    return Compared(texts, [f"schedules are shown by their differences from {names}"] if names else [])
 
 
 def bases_of(record: Record | None) -> dict[str, tuple[str, Schedule]]:

@@ -17,11 +17,11 @@ from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Outcome
 from scheduler.measure import estimate, protocol
-from scheduler.measure.conversation import Limits
+from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children, Limit
-from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested, stop_all
+from scheduler.measure.worker_process import WorkerProcess, cores, inherited, request_for, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -37,7 +37,7 @@ def elsewhere(hardware: Hardware) -> Hardware:
     The lower bound of a problem does not apply to estimates (`borrowed`). The compiler's estimate assumes that reads
     and writes of memory overlap, so it can be below the bound of a memory-bound program.
     """
-    return dataclasses.replace(hardware, abilities=NOT_HERE, borrowed=True)
+    return dataclasses.replace(hardware, abilities=NOT_HERE, extrapolated=True)
 
 
 def unable(hardware: Hardware) -> str | None:
@@ -77,7 +77,7 @@ class AheadOfTime:
         self.hardware = elsewhere(hardware)
         self.slots = max(1, min(options.workers or max(1, cores() - 1), Gpu.none().free_bytes // PROCESS_BYTES))
         self.environment = environment(driver=f"libtpu {importlib.metadata.version('libtpu')}")
-        self._options, self._limits = options, Limits(options, self.hardware)
+        self._options, self._timeouts = options, Timeouts(options, self.hardware)
         self._children = Children()
         self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
         self._numbers = itertools.count()
@@ -97,8 +97,8 @@ class AheadOfTime:
             )
         return self.slots
 
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         self.capacity(operation, problem, l2)
         return contextlib.nullcontext()
@@ -123,12 +123,12 @@ class AheadOfTime:
         self._folder.cleanup()
 
     def _asked(self, task: Task, do: protocol.Do) -> Outcome | None:
-        request = requested(task, do)
+        request = request_for(task, do)
         worker = self._free.get()
         try:
             if worker.pid is None and (refused := worker.begin()) is not None:
                 raise refused
-            return worker.request(request, self._limit(task, do), self._limits.ended).outcome
+            return worker.request(request, self._limit(task, do), self._timeouts.record_compile).outcome
         finally:
             self._free.put(worker)
 
@@ -140,7 +140,7 @@ class AheadOfTime:
         if do == "confirm":
             return lambda step: INTERPRETER_LIMIT_S
         patient = task.operation.kernel(task.backend).library and self._options.compile_timeout_s is None
-        usual = self._limits.of(task)
+        usual = self._timeouts.for_task(task)
         return lambda step: LIBRARY_LIMIT_S if patient and step == "compile" else usual(step)
 
 
@@ -155,7 +155,7 @@ class _Compiler:
         programs = folder / "programs"
         self._reports.mkdir()
         programs.mkdir(exist_ok=True)
-        self.hello = protocol.Init("", "cpu", str(programs), kind=hardware.kind)
+        self.init = protocol.Init("", "cpu", str(programs), kind=hardware.kind)
 
     def environment(self) -> dict[str, str]:
         return inherited() | estimate.profile_environment(self._reports, self._hardware)

@@ -90,7 +90,7 @@ class Bench:
     ) -> None:
         self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
         self._builder = builder or Builder(hardware, announce)
-        self._exclusive, self._announce, self._in_turn = exclusive, announce, False
+        self._exclusive, self._announce, self._has_device = exclusive, announce, False
         self._clock, self._l2 = timing_conditions(problem, hardware, l2)
         # Start the clock and its compilation now, not later while this bench holds the device lock.
         timer.attach(self._clock)
@@ -101,8 +101,8 @@ class Bench:
         self._unfilled: Callable[[], None] | None = None  # fills `_draw` and `_sets`
         # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
         # there.
-        bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
-        self._least_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
+        bounded = self._l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
+        self._min_plausible_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
         self._results: collections.deque[Results] = collections.deque()
         self._candidates: dict[Point, Built] = {}
@@ -131,7 +131,7 @@ class Bench:
         if isinstance(candidate, Failure):
             return candidate
         self._prepare()
-        with self._turn():
+        with self._exclusive_device():
             self._fill()
             if wrong := self._wrong(candidate, self._problem, self._draw):
                 return Failure("verify", wrong)
@@ -143,7 +143,7 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
-        with self._turn():
+        with self._exclusive_device():
             return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
@@ -177,7 +177,7 @@ class Bench:
         """Returns whether operands and reference are unmodified: a candidate may have written out of bounds."""
         self._prepare()
         fresh = self._drawn(self._problem, self._seed)
-        with self._turn():
+        with self._exclusive_device():
             self._fill()
             return all(
                 bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
@@ -196,7 +196,7 @@ class Bench:
         if not kernel.library:
             return self._builder.build(kernel, problem, schedule, raising=raising)
         self._results.clear()
-        with self._turn():
+        with self._exclusive_device():
             return self._builder.build(kernel, problem, schedule, raising=raising)
 
     def _wrong_on(self, candidate: Built, problem: Problem, seed: int, runs: int = 1) -> str | None:
@@ -204,7 +204,7 @@ class Bench:
 
         The device lock is held throughout if the programs that check the problem are already compiled.
         """
-        with self._turn() if problem in self._checks else contextlib.nullcontext():
+        with self._exclusive_device() if problem in self._checks else contextlib.nullcontext():
             return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
 
     def _wrong_on_special(self, candidate: Built) -> str | None:
@@ -220,7 +220,7 @@ class Bench:
             self._special, kinds = True, kinds[1:]
         if not kinds:
             return None
-        with self._turn():
+        with self._exclusive_device():
             each = (self._wrong_on_kind(candidate, kind) for kind in kinds)
             return next((wrong for wrong in each if wrong), None)
 
@@ -228,7 +228,7 @@ class Bench:
         problem = self._problem
         with self._preparing():
             inputs = problem.special_inputs(kind, self._seed + 1)
-        with self._turn():
+        with self._exclusive_device():
             self._announce("run")  # restarts the timeout: each kind gets the full limit
             draw = self._draw_of(problem, inputs)._replace(tolerance=_special_tolerance(problem, kind, candidate))
         if wrong := self._wrong(candidate, problem, draw):
@@ -256,7 +256,7 @@ class Bench:
         """
         self._results.clear()  # free the old results first: another set of several gigabytes may not fit in memory
         actual: Results = ()
-        with self._turn():
+        with self._exclusive_device():
             for call in range(runs):
                 actual = ()
                 if call:
@@ -292,14 +292,14 @@ class Bench:
         def timed(repetitions: int, slow_s: float | None = None) -> Measurement:
             return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
 
-        with self._turn():
+        with self._exclusive_device():
             # Result buffers rotate like operands. A failed call consumes its donated buffer, so missing ones are added.
             while len(self._results) < rotating_results(self._problem, self._hardware, len(self._sets)):
                 self._results.append(self._checks[self._problem].poison())
             before = self._calls
             try:
                 measured = timed(repetitions, slow_s)
-                if measured.median_s <= self._least_s:
+                if measured.median_s <= self._min_plausible_s:
                     measured = timed(REPEATS_BELOW_BOUND * repetitions)
                 calls = self._calls - before
                 last = list(self._results)[-min(calls, COMPARED_TIMES) :]
@@ -309,39 +309,39 @@ class Bench:
                 return Failure("time", first_line(error))
         if wrong:
             return Failure("verify", f"after several calls {wrong}")
-        if measured.median_s <= self._least_s:
-            bound_s = self._least_s / PLAUSIBLE_SHARE_OF_BOUND
+        if measured.median_s <= self._min_plausible_s:
+            bound_s = self._min_plausible_s / PLAUSIBLE_SHARE_OF_BOUND
             return Failure(
                 "implausible", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s"
             )
         return measured
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive_device(self) -> Iterator[None]:
         """Context manager that holds the device lock."""
-        if self._in_turn:
+        if self._has_device:
             yield
             return
         self._announce("wait")
         with self._exclusive():
             self._announce("run")
-            self._in_turn = True
+            self._has_device = True
             try:
                 yield
             finally:
-                self._in_turn = False
+                self._has_device = False
 
     @contextlib.contextmanager
     def _preparing(self) -> Iterator[None]:
         """Context manager in which programs are compiled without the device lock and run with it."""
 
         def announce() -> None:
-            if not self._in_turn:
+            if not self._has_device:
                 self._announce("prepare")
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
-            with self._turn():
+            with self._exclusive_device():
                 yield
             announce()
 
@@ -351,7 +351,7 @@ class Bench:
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
         inputs = self._operands(problem, seed)
-        with self._turn():
+        with self._exclusive_device():
             return self._draw_of(problem, inputs)
 
     def _operands(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
@@ -411,57 +411,57 @@ def _runs(problem: Problem) -> int:
 # ------------------------------------------------------------------------------
 # Caches the benches of the current problems, and rebuilds a bench that a candidate may have damaged.
 
-What = TypeVar("What", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 O = TypeVar("O", bound=Outcome | None)  # noqa: E741
 
 
 @dataclasses.dataclass
-class _AtHand:
+class _CachedBench:
     """A bench, and whether any candidate, of any problem, has run since it was made."""
 
     bench: Bench
     used: bool = False
 
 
-class BenchesAtHand(Generic[What]):
+class BenchCache(Generic[Key]):
     """Caches one bench for each problem that is being searched.
 
     Args:
       make: creates the bench of a key, which identifies the operation, the problem and the cache state of its operands.
     """
 
-    def __init__(self, make: Callable[[What], Bench]) -> None:
+    def __init__(self, make: Callable[[Key], Bench]) -> None:
         self._make = make
-        self._benches: dict[What, _AtHand] = {}
+        self._benches: dict[Key, _CachedBench] = {}
 
     @measurements()
-    def ask(self, what: What, question: Callable[[Bench], O], *, beside: Collection[What] = ()) -> O:
-        """Calls `question` with the bench of `what` and returns the result.
+    def ask(self, key: Key, question: Callable[[Bench], O], *, others: Collection[Key] = ()) -> O:
+        """Calls `question` with the bench of `key` and returns the result.
 
         A candidate fails verification only if it is wrong with intact operands and an intact reference. An earlier
         candidate may have written out of bounds and damaged them; the bench is then rebuilt and the question is
         repeated.
 
         Args:
-          beside: the other problems for which benches are kept.
+          others: the other problems for which benches are kept.
         """
         # Free the device memory of other benches before this bench is made.
-        self._benches = {held: bench for held, bench in self._benches.items() if held == what or held in beside}
-        answer = question(self._of(what).bench)
+        self._benches = {held: bench for held, bench in self._benches.items() if held == key or held in others}
+        answer = question(self._of(key).bench)
         if isinstance(answer, Failure) and answer.stage == "verify":
-            at_hand = self._of(what)
-            if at_hand.used and not at_hand.bench.intact():
-                del at_hand, self._benches[what]
-                answer = question(self._of(what).bench)
-        for at_hand in self._benches.values():
-            at_hand.used = True
+            cached = self._of(key)
+            if cached.used and not cached.bench.intact():
+                del cached, self._benches[key]
+                answer = question(self._of(key).bench)
+        for cached in self._benches.values():
+            cached.used = True
         return answer
 
     def drop(self) -> None:
         """Frees the device memory of all benches."""
         self._benches = {}
 
-    def _of(self, what: What) -> _AtHand:
-        if what not in self._benches:
-            self._benches[what] = _AtHand(self._make(what))
-        return self._benches[what]
+    def _of(self, key: Key) -> _CachedBench:
+        if key not in self._benches:
+            self._benches[key] = _CachedBench(self._make(key))
+        return self._benches[key]

@@ -52,12 +52,12 @@ def requested_onchip_bytes(lowered: jax.stages.Lowered) -> int | None:
     calls = (op for op in _operations(module.operation) if op.name == "stablehlo.custom_call")
     kernels = (call for call in calls if _MOSAIC_GPU in str(call.attributes["call_target_name"]))
     try:
-        return max((size for kernel in kernels for size in _asked(kernel, module.context)), default=None)
+        return max((size for kernel in kernels for size in _launch_bytes(kernel, module.context)), default=None)
     except ir.MLIRError:  # the module has a version that this jaxlib cannot parse
         return None
 
 
-def _asked(kernel: Any, context: ir.Context) -> Iterator[int]:
+def _launch_bytes(kernel: Any, context: ir.Context) -> Iterator[int]:
     """Yields the bytes that each launch of a Mosaic GPU kernel requests; nothing if this JAX stores them elsewhere.
 
     `context` belongs to the enclosing program, in which the kernel's types are registered.
@@ -112,25 +112,25 @@ def first_line(error: BaseException) -> str:
 
 def describe_exception(error: BaseException) -> str:
     """Describes an exception of a candidate in one line: its type, message, and location in the kernel source."""
-    name, said = type(error).__name__, first_line(error)
-    place = _place(error)
-    return (name if said == name else f"{name}: {said}") + (f" ({place})" if place else "")
+    name, message = type(error).__name__, first_line(error)
+    location = _location(error)
+    return (name if message == name else f"{name}: {message}") + (f" ({location})" if location else "")
 
 
-def _place(error: BaseException | None) -> str:
+def _location(error: BaseException | None) -> str:
     """Returns ``file:line`` of the innermost call in a kernel; "" if there is none."""
-    asked: list[BaseException] = []
-    while error is not None and not any(error is other for other in asked):  # causes may form a cycle
+    seen: list[BaseException] = []
+    while error is not None and not any(error is other for other in seen):  # causes may form a cycle
         for call in calls(error):
             if call.owner != "scheduler":
-                return f"{_from_here(call.file)}:{call.line}"
-        asked.append(error)
+                return f"{_relative_path(call.file)}:{call.line}"
+        seen.append(error)
         # JAX gives the location of an error in lowering in a separate exception (`JaxStackTraceBeforeTransformation`).
         error = error.__cause__ or error.__context__
     return ""
 
 
-def _from_here(file: str) -> str:
+def _relative_path(file: str) -> str:
     try:
         below = os.path.relpath(file)
     except OSError:  # the working directory was removed
@@ -208,16 +208,16 @@ class Builder:
     def _trace(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, raising: bool = False
     ) -> jax.stages.Traced | Failure:
-        target, wanted = self._hardware.target, problem.results()
+        target, expected = self._hardware.target, problem.results()
         point = kernel.space(problem, target).decode(schedule)
         self._announce("lower")
         run = jax_compat.writing_over(lambda *args: kernel.results(problem, point, target, *args))
         try:
-            traced = run.trace(self._placed(wanted), *self._placed(problem.operands()))
+            traced = run.trace(self._placed(expected), *self._placed(problem.operands()))
         except BaseException as error:
             return _failed(kernel, schedule, "lower", error, raising)
-        if (found := _described(as_tuple(traced.out_info))) != _described(wanted):
-            return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
+        if (found := _types_text(as_tuple(traced.out_info))) != _types_text(expected):
+            return Failure("verify", f"the result is {found} instead of {_types_text(expected)}")
         return traced
 
     def _compile(
@@ -238,10 +238,12 @@ class Builder:
         except BaseException as error:
             return _failed(kernel, schedule, "lower", error, raising)
         if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint
-            asked, has = requested_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
-            if asked > has:
-                what = f"asks for {asked} bytes of on-chip memory; a block of {self._hardware.kind} has {has}"
-                return Failure("lower", what)
+            requested, available = requested_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
+            if requested > available:
+                reason = (
+                    f"asks for {requested} bytes of on-chip memory; a block of {self._hardware.kind} has {available}"
+                )
+                return Failure("lower", reason)
         self._announce("compile")
         try:
             compiled = lowered.compile()
@@ -278,8 +280,8 @@ def load(path: Path) -> Built:
       Exception: this backend cannot load the program.
     """
     (payload, arguments, results), tolerance, traced = pickle.loads(path.read_bytes())
-    here = jax.local_devices()[:1]
-    run = serialize_executable.deserialize_and_load(payload, arguments, results, execution_devices=here)
+    devices = jax.local_devices()[:1]
+    run = serialize_executable.deserialize_and_load(payload, arguments, results, execution_devices=devices)
     return Built(run, tolerance, traced)
 
 
@@ -296,7 +298,7 @@ def _failed(kernel: Kernel[Any, Any], schedule: Schedule, stage: Stage, error: B
     return failure
 
 
-def _described(results: Sequence[Any]) -> str:
+def _types_text(results: Sequence[Any]) -> str:
     return " and ".join(
         f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"no array but {type(x).__name__}" for x in results
     )

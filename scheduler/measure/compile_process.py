@@ -23,7 +23,7 @@ from scheduler.core.records import Failure
 from scheduler.measure import absent_gpu
 from scheduler.measure.buffers import prepare
 from scheduler.measure.build import Builder, Built, save, saved_digest
-from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import serve
 from scheduler.measure.protocol import Answer, Init, Programs, Request, Step
 from scheduler.model.pruning import illegal
@@ -39,15 +39,15 @@ LOWEST_PRIORITY = 19
 
 
 class Compiling:
-    """Compiles candidates for the chip that `hello` names.
+    """Compiles candidates for the chip that `init` names.
 
     The process does not access the chip: it creates no CUDA context and takes no device memory.
     """
 
-    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
-        assert hello.target is not None
-        self.target, self._announce, self._directory = hello.target, announce, Path(hello.programs)
-        self._hardware = chips.describe(hello.target)
+    def __init__(self, init: Init, announce: Callable[[Step], None]) -> None:
+        assert init.target is not None
+        self.target, self._announce, self._directory = init.target, announce, Path(init.programs)
+        self._hardware = chips.describe(init.target)
         infer_layouts_sooner()
         self._lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.target.platform == CPU.platform:
@@ -72,36 +72,38 @@ class Compiling:
         elif request.do == "measure":
             with self._lowering():
                 built = self._builder.build(kernel, problem, request.schedule, raising=request.raising)
-            found = built if isinstance(built, Failure) else Programs(self._saved(built))
-        elif other := loads_otherwise(request, self.target):
+            found = built if isinstance(built, Failure) else Programs(self._save(built))
+        elif other := mismatch_reason(request, self.target):
             found = Failure("verify", other)
         else:
             with self._lowering():
-                found = self._to_confirm(kernel, problem, request)
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        fatal = f"it held {held / GIB:.1f} GiB" if held > MOST_BYTES else ""
+                found = self._confirmation_programs(kernel, problem, request)
+        resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        fatal = f"it held {resident_bytes / GIB:.1f} GiB" if resident_bytes > MOST_BYTES else ""
         return Answer(found, fatal=fatal) if isinstance(found, Failure) else Answer(None, fatal=fatal, programs=found)
 
-    def _to_confirm(self, kernel: Kernel[Any, Any], problem: Problem, request: Request) -> Programs | Failure:
+    def _confirmation_programs(
+        self, kernel: Kernel[Any, Any], problem: Problem, request: Request
+    ) -> Programs | Failure:
         assert request.programs is not None
-        first, beside = request.programs.candidate, ""
+        first, neighbour_name = request.programs.candidate, ""
         again: list[str] = []
         digest_before = saved_digest(self._directory / first)
         for built in self._builder.traced_again(kernel, problem, request.schedule, digest_before):
             if isinstance(built, Failure):
                 return Failure("verify", f"traced again {built}")
-            if not (name := self._saved(built)):
+            if not (name := self._save(built)):
                 return Failure("verify", "traced again it is another program, which no other process can load")
             again.append(name)
         neighbour = problem.neighbour()
         if neighbour is not None and illegal(kernel, neighbour, self._hardware, request.schedule) is None:
-            near = self._builder.build(kernel, neighbour, request.schedule)
-            if isinstance(near, Failure):
-                return Failure("verify", f"on {neighbour} {near}")
-            beside = self._saved(near)
-        return Programs(first, tuple(again), beside)
+            built_neighbour = self._builder.build(kernel, neighbour, request.schedule)
+            if isinstance(built_neighbour, Failure):
+                return Failure("verify", f"on {neighbour} {built_neighbour}")
+            neighbour_name = self._save(built_neighbour)
+        return Programs(first, tuple(again), neighbour_name)
 
-    def _saved(self, built: Built) -> str:
+    def _save(self, built: Built) -> str:
         name = uuid.uuid4().hex
         return name if save(built, self._directory / name) else ""
 

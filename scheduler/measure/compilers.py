@@ -32,14 +32,14 @@ from scheduler.measure.worker_process import (
     WorkerProcess,
     WorkerResult,
     cores,
-    requested,
+    request_for,
     result_of,
     stop_all,
 )
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
-    from scheduler.measure.conversation import Limits
+    from scheduler.measure.conversation import Timeouts
     from scheduler.measure.runner import Task
 
 # The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
@@ -107,7 +107,7 @@ class Compilers:
     Exceptions, output and crashes during the compilation of a candidate are confined to its process. A lost process is
     replaced, and only the candidate that it was compiling fails.
 
-    Processes start with `start`, compile once `aim` has been called, and stop with the last call of `close`.
+    Processes start with `start`, compile once `set_target` has been called, and stop with the last call of `close`.
 
     Args:
       count: the number of processes.
@@ -132,7 +132,7 @@ class Compilers:
         self._refusals: list[WorkerError] = []
         self._started = self._closed = self._warned = False
         self._lock = threading.Lock()  # guards the fields above
-        self._aimed = threading.Event()
+        self._target_set = threading.Event()
 
     def start(self) -> None:
         """Starts the processes once. Does not wait for them."""
@@ -149,7 +149,7 @@ class Compilers:
     def pids(self) -> set[int]:
         return {pid for process in self._processes if (pid := process.pid) is not None}
 
-    def aim(self, target: Target) -> None:
+    def set_target(self, target: Target) -> None:
         """Sets the chip to compile for.
 
         Raises:
@@ -157,14 +157,12 @@ class Compilers:
         """
         with self._lock:
             if self._target not in (None, target):
-                raise WorkerError(
-                    f"{target.kind} is another chip than {self._target.kind}, for which this host compiles"
-                )
+                raise WorkerError(f"this host compiles for {self._target.kind}, not for {target.kind}")
             self._target = target
-            self._main.aim(target)
-        self._aimed.set()
+            self._main.set_target(target)
+        self._target_set.set()
 
-    def compile(self, task: Task, do: Do, limits: Limits, programs: Programs | None = None) -> Programs | Failure:
+    def compile(self, task: Task, do: Do, timeouts: Timeouts, programs: Programs | None = None) -> Programs | Failure:
         """Compiles the programs of a candidate; returns their files, or the failure. Blocks.
 
         If no process can compile for a chip that it does not see, the result is empty and the measuring process
@@ -174,14 +172,14 @@ class Compilers:
           WorkerError: a defect of this package, not of the candidate; or the processes were stopped.
           CandidateFailed: the candidate raised an exception and `task.raising` is set.
         """
-        return self._answered(requested(task, do, programs=programs), task, limits)
+        return self._answered(request_for(task, do, programs=programs), task, timeouts)
 
-    def prepare(self, task: Task, parts: int, limits: Limits) -> None:
+    def prepare(self, task: Task, parts: int, timeouts: Timeouts) -> None:
         """Starts compiling the programs that check the results of a problem. Does not wait, and ignores failures."""
 
         def ask(part: int) -> None:
             with contextlib.suppress(SchedulerError):  # the measuring process reports the error again
-                self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, limits)
+                self._answered(dataclasses.replace(request_for(task, "prepare"), part=part), task, timeouts)
 
         for part in range(parts):
             threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
@@ -193,13 +191,13 @@ class Compilers:
         for helper in helpers:
             self._release(helper)
 
-    def _answered(self, request: Request, task: Task, limits: Limits) -> Programs | Failure:
-        limit_s = limits.of(task)
+    def _answered(self, request: Request, task: Task, timeouts: Timeouts) -> Programs | Failure:
+        limit_s = timeouts.for_task(task)
         while True:
             if (process := self._take(request.do)) is None:
                 return Programs()
             try:
-                result = process.request(request, limit_s, limits.ended)
+                result = process.request(request, limit_s, timeouts.record_compile)
                 break
             except HelperLost:
                 continue
@@ -207,7 +205,7 @@ class Compilers:
                 if process.pid is not None:
                     self._release(process)
                 else:
-                    self._refuse(WorkerError("a compile process was lost, and none starts in its place"))
+                    self._refuse(WorkerError("a compile process was lost and cannot be restarted"))
         if result.outcome is None:
             assert result.programs is not None
             return result.programs
@@ -232,7 +230,7 @@ class Compilers:
             if self._closed:
                 return
             self._closed = True
-        self._aimed.set()
+        self._target_set.set()
         stop_all(self._processes)
         self._children.shut_down()
         self._folder.cleanup()
@@ -258,9 +256,7 @@ class Compilers:
                     raise WorkerError("the worker processes were stopped")
                 if not self._warned:
                     self._warned = True
-                    text.warn_safely(
-                        f"candidates are compiled one by one, where they are measured: {self._refusals[0]}"
-                    )
+                    text.warn_safely(f"the measuring process compiles candidates one by one: {self._refusals[0]}")
                 return None
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
@@ -268,8 +264,8 @@ class Compilers:
 
         Helpers of other hosts do not take "prepare" requests, because programs prepared there cannot be used here.
         """
-        away = isinstance(process, Helper)
-        return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
+        remote = isinstance(process, Helper)
+        return min((one for one in self._waiting if not (remote and URGENCY[one[0]] == "prepare")), default=None)
 
     def _release(self, process: WorkerProcess | Helper) -> None:
         """Gives a process to the most urgent waiting request."""
@@ -283,7 +279,7 @@ class Compilers:
         """Starts a process; runs in its own thread."""
         try:
             process.spawn()
-            self._aimed.wait()
+            self._target_set.wait()
             if self._closed:
                 process.stop()
                 raise WorkerError("the worker processes were stopped")

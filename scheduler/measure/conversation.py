@@ -56,7 +56,7 @@ RUN_LIMIT_S = 10.0
 FIRST_RUN_LIMIT_S = 60.0  # while no candidate has been timed
 
 
-class Limits:
+class Timeouts:
     """The timeout of each step: as set in `options`, else adapted to this pool's earlier candidates.
 
     Args:
@@ -69,7 +69,7 @@ class Limits:
         self._compile_s: collections.deque[float] = collections.deque(maxlen=100)
         self._best_s: dict[tuple[Operation[Any], Problem], float] = {}
 
-    def of(self, task: Task) -> Limit:
+    def for_task(self, task: Task) -> Limit:
         """Returns a function from a step of this task to its timeout in seconds; None means no limit."""
 
         def limit_s(step: str) -> float | None:
@@ -85,11 +85,11 @@ class Limits:
 
         return limit_s
 
-    def saw(self, task: Task, measured: Measurement) -> None:
-        what = task.operation, task.problem
-        self._best_s[what] = min(measured.median_s, self._best_s.get(what, math.inf))
+    def record_run(self, task: Task, measured: Measurement) -> None:
+        key = task.operation, task.problem
+        self._best_s[key] = min(measured.median_s, self._best_s.get(key, math.inf))
 
-    def ended(self, step: str, seconds: float) -> None:
+    def record_compile(self, step: str, seconds: float) -> None:
         if step == "compile":
             self._compile_s.append(seconds)
 
@@ -141,7 +141,7 @@ def converse(begin: Begin, channel: socket.socket) -> None:
     requests = channel.makefile("r", encoding="utf-8")
     own = os.getpid()
 
-    def say(message: Message) -> None:
+    def send(message: Message) -> None:
         if os.getpid() != own:
             os._exit(0)  # a candidate forked, and this is the forked process
         channel.sendall(encode(message))
@@ -149,19 +149,19 @@ def converse(begin: Begin, channel: socket.socket) -> None:
     first = requests.readline()
     if not first:
         return
-    hello = decode(first)
-    assert isinstance(hello, Init)
+    init = decode(first)
+    assert isinstance(init, Init)
     try:
-        service = begin(hello, lambda step: say(StepStarted(step)))
+        service = begin(init, lambda step: send(StepStarted(step)))
     except Exception as error:
-        say(InitFailed(first_line(error)))
+        send(InitFailed(first_line(error)))
         return
-    say(Ready(service.target))
-    with shared_in(hello.programs), measurements():
-        _serve(service, requests, say)
+    send(Ready(service.target))
+    with shared_in(init.programs), measurements():
+        _serve(service, requests, send)
 
 
-def loads_otherwise(request: Request, target: Target) -> str:
+def mismatch_reason(request: Request, target: Target) -> str:
     """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
     if not request.fingerprint:
         return ""
@@ -171,12 +171,12 @@ def loads_otherwise(request: Request, target: Target) -> str:
     if own == request.fingerprint:
         return ""
     return (
-        f"a worker process that loads {request.operation} computes something else than the process that tunes it: "
-        "something was changed after the import there, or the file was edited meanwhile"
+        f"a worker process loads another version of {request.operation} than the process that tunes it: a value was "
+        "changed after the import there, or the file was edited meanwhile"
     )
 
 
-def replied(answer: Callable[[], Answer]) -> Reply:
+def reply_of(answer: Callable[[], Answer]) -> Reply:
     """Returns the answer, or the message for the exception that it raised."""
     try:
         return answer()
@@ -186,14 +186,14 @@ def replied(answer: Callable[[], Answer]) -> Reply:
         return Defect(traceback.format_exc())
 
 
-def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
+def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], None]) -> None:
     def answer(line: str) -> Answer:
         request = decode(line)
         assert isinstance(request, Request)
         return service.answer(request)
 
     for line in requests:
-        reply = replied(functools.partial(answer, line))
-        say(reply)
+        reply = reply_of(functools.partial(answer, line))
+        send(reply)
         if isinstance(reply, Answer) and reply.fatal:
             os._exit(0)  # skips destructors: their behaviour with a broken CUDA context is undefined

@@ -104,18 +104,18 @@ class OutOfOnchipMemory(Exception):
     """The compiler rejected a program that needs too much on-chip memory.
 
     Attributes:
-      asked: the bytes in the compiler's message: the total, or the bytes allocated before the compiler gave up.
+      requested: the bytes in the compiler's message: the total, or the bytes allocated before the compiler gave up.
     """
 
-    def __init__(self, message: str, asked: int) -> None:
+    def __init__(self, message: str, requested: int) -> None:
         super().__init__(message)
-        self.asked = asked
+        self.requested = requested
 
 
 def missing_compiler(hardware: Hardware) -> str | None:
     """Returns why this host cannot compile for `hardware`; None if it can."""
     if not hardware.topology:
-        return f"no compiler for {hardware.kind} runs on a host without one"
+        return f"no compiler for {hardware.kind} runs on a host without that chip"
     if importlib.util.find_spec("libtpu") is None:
         return f"the compiler for {hardware.kind} is not installed: pip install 'tile-scheduler[tpu]'"
     return None
@@ -175,25 +175,25 @@ def traced_profile(
 def compiled_profile(lowered: jax.stages.Lowered) -> Profile:
     """Compiles a program that was lowered for its chip, and returns the report; raises as `profile` does."""
     if REPORTS not in os.environ:
-        raise SchedulerError(f"{REPORTS} is not set: start the process that compiles with static_profile.environment")
+        raise SchedulerError(f"{REPORTS} is not set: start the compiling process with `profile_environment`")
     reports = Path(os.environ[REPORTS])
     for file in reports.iterdir():
         file.unlink()
     try:
         lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if (refused := _asked(str(error))) is None:
+        if (refused := _rejection(str(error))) is None:
             raise
         raise OutOfOnchipMemory(*refused) from error
     return _read(reports)
 
 
-def _asked(message: str) -> tuple[str, int] | None:
+def _rejection(message: str) -> tuple[str, int] | None:
     """Returns the message of a rejection and its bytes; None if the error does not concern on-chip memory."""
     for pattern in _TOO_MUCH:
         if (hit := pattern.search(message)) is not None:
-            said, _, _ = message[hit.start() :].partition("\n")
-            return said[:300].strip(), round(float(hit[1]) * _SIZES[hit[2]])
+            text, _, _ = message[hit.start() :].partition("\n")
+            return text[:300].strip(), round(float(hit[1]) * _SIZES[hit[2]])
     return None
 
 
@@ -364,12 +364,12 @@ def estimate(
         if isinstance(found, Failure):
             return found
         cycles.append(found)
-    told_s = (cycles[0] if part is None else part.whole(*cycles)) / hardware.clock_hz
-    seconds = max(told_s, _one_way(problem, hardware))
+    estimated_s = (cycles[0] if part is None else part.whole(*cycles)) / hardware.clock_hz
+    seconds = max(estimated_s, _overlapped_bound_s(problem, hardware))
     return Measurement(seconds, (seconds,), hardware.abilities.clock, "cold")
 
 
-def _one_way(problem: Problem, hardware: Hardware) -> float:
+def _overlapped_bound_s(problem: Problem, hardware: Hardware) -> float:
     """Returns a lower bound in seconds, with reads, writes and arithmetic fully overlapped.
 
     The compiler's cycles do not include the copies into on-chip memory that XLA starts concurrently with other
@@ -394,8 +394,8 @@ def _cycles(
     point = kernel.space(problem, target).decode(schedule)
 
     def failed(stage: Stage, error: Exception) -> Failure:
-        said = str(error) if isinstance(error, OutOfOnchipMemory) else describe_exception(error)
-        failure = Failure(stage, said)
+        detail = str(error) if isinstance(error, OutOfOnchipMemory) else describe_exception(error)
+        failure = Failure(stage, detail)
         if raising:
             raise CandidateFailed(f"{label_of(backend, schedule)}: {failure}") from error
         return failure

@@ -22,29 +22,29 @@ MOST_BYTES = 4 * GIB
 def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # if memory runs out, kill this process before its parent
-    converse(_Compiling, channel_to_parent())
+    converse(_Estimating, channel_to_parent())
 
 
-class _Compiling:
-    """Serves requests for the chip that `hello` names."""
+class _Estimating:
+    """Serves requests for the chip that `init` names."""
 
-    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
-        self._hardware = elsewhere(chips.find(hello.kind))
+    def __init__(self, init: Init, announce: Callable[[Step], None]) -> None:
+        self._hardware = elsewhere(chips.find(init.kind))
         self.target = self._hardware.target
         self._announce = announce
 
     def answer(self, request: Request) -> Answer:
         self._announce("prepare")
         operation = load(request.operation)
-        what = operation, operation.problem.from_canonical(request.problem), self._hardware
+        subject = operation, operation.problem.from_canonical(request.problem), self._hardware
         candidate = request.backend, request.schedule
         if request.do == "confirm":
-            wrong = interpreted(*what, *candidate)
+            wrong = interpreted(*subject, *candidate)
             # A wrong candidate may leave the interpreter in an undefined state, so the process ends.
             return Answer(wrong, fatal="" if wrong is None else str(wrong))
-        outcome = estimate(*what, *candidate, announce=self._announce, raising=request.raising)
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Answer(outcome, fatal=f"it held {held / GIB:.1f} GiB" if held > MOST_BYTES else "")
+        outcome = estimate(*subject, *candidate, announce=self._announce, raising=request.raising)
+        resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Answer(outcome, fatal=f"it held {resident_bytes / GIB:.1f} GiB" if resident_bytes > MOST_BYTES else "")
 
 
 if __name__ == "__main__":

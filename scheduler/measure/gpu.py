@@ -21,7 +21,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from scheduler.core import cuda_driver, nvidia_smi, text
+from scheduler.core import cuda_driver, text
 from scheduler.core.chip_table import CPU
 from scheduler.core.errors import WorkerError
 from search_spaces.target import Target
@@ -38,7 +38,7 @@ POLL_S = 0.01
 # All users may lock the file.
 MODE = 0o666
 
-_never_waited_for: set[Path] = set()
+_skipped_locks: set[Path] = set()
 
 
 @contextlib.contextmanager
@@ -52,14 +52,14 @@ def device_lock(device: str) -> Iterator[None]:
       device: the UUID of a GPU, or another name.
     """
     path = require_device_lock(device)
-    if path is None or path in _never_waited_for:
+    if path is None or path in _skipped_locks:
         yield
         return
-    lock = _of(path)
+    lock = _file_lock(path)
     try:
         lock.acquire(timeout=LIMIT_S, poll_interval=POLL_S)
     except filelock.Timeout:
-        _never_waited_for.add(path)
+        _skipped_locks.add(path)
         text.warn_safely(f"{path} was locked for {LIMIT_S:.0f} s: this process measures without the lock")
         yield
         return
@@ -74,26 +74,26 @@ def require_device_lock(device: str) -> Path | None:
     """Returns the path of a device's lock; warns and returns None if none can be made. Does not wait for the lock."""
     name = f"tile-scheduler-{re.sub(r'[^A-Za-z0-9.-]', '_', device)}.lock"
     refused: list[str] = []
-    for place in _places():
+    for directory in _lock_directories():
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(filelock.Timeout), _of(place / name).acquire(timeout=0):
+            directory.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(filelock.Timeout), _file_lock(directory / name).acquire(timeout=0):
                 pass
         except OSError as error:
-            refused.append(f"{place / name}: {error.strerror or error}")
+            refused.append(f"{directory / name}: {error.strerror or error}")
             continue
         if refused:
-            text.warn_safely(f"measurements of other users are not waited for ({'; '.join(refused)})")
-        return place / name
-    text.warn_safely(f"measurements of other processes are not waited for ({'; '.join(refused)})")
+            text.warn_safely(f"this process does not wait for measurements of other users ({'; '.join(refused)})")
+        return directory / name
+    text.warn_safely(f"this process does not wait for measurements of other processes ({'; '.join(refused)})")
     return None
 
 
-def _of(path: Path) -> filelock.BaseFileLock:
+def _file_lock(path: Path) -> filelock.BaseFileLock:
     return filelock.FileLock(path, mode=MODE)
 
 
-def _places() -> Iterator[Path]:
+def _lock_directories() -> Iterator[Path]:
     """Yields directories for locks: first the shared one, then two of this user."""
     yield SHARED
     with contextlib.suppress(RuntimeError):  # the user has no home directory
@@ -111,6 +111,28 @@ def cuda_wanted() -> bool:
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return False
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def visible_gpus() -> list[str] | None:
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, or None for all GPUs if the variable is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    names = [name.strip() for name in visible.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA reads it
+
+
+def query_driver(fields: str, index: str | None = None) -> list[list[str]]:
+    """Returns one row of values per GPU, or only for the GPU `index`; empty if the driver does not answer."""
+    if (smi := shutil.which("nvidia-smi")) is None:
+        return []
+    which = [] if index is None else [f"--id={index}"]
+    command = [smi, *which, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode and index is not None:
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines()]
+    return [row for row in rows if len(row) == len(fields.split(","))]  # other lines are errors, for example a lost GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +160,18 @@ class Gpu:
         gpu = cls.query(device) if wanted else None
         if gpu is None and device > 0:
             count = next(i for i in itertools.count() if cls.query(i) is None) if wanted else 0
-            there = "there is none" if count == 0 else f"there {'is' if count == 1 else 'are'} {count}"
-            raise WorkerError(f"no GPU {device} is visible ({there})")
+            visible = "none is visible" if count == 0 else f"{count} {'is' if count == 1 else 'are'} visible"
+            raise WorkerError(f"GPU {device} is not visible ({visible})")
         return gpu
 
     @classmethod
     def query(cls, device: int = 0) -> Gpu | None:
         """Returns the GPU of this index among the visible ones, or None if there is none."""
-        names = nvidia_smi.visible()
+        names = visible_gpus()
         if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        found = nvidia_smi.told("uuid,driver_version,memory.free,memory.total", index)
+        found = query_driver("uuid,driver_version,memory.free,memory.total", index)
         if len(found) != 1 or len(parts := found[0]) != 4:
             return None
         return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
@@ -159,10 +181,10 @@ class Gpu:
         """Returns the name of each visible GPU by its index; empty if JAX has no GPU to use."""
         if not cuda_wanted():
             return {}
-        if (names := nvidia_smi.visible()) is None:
-            return {int(index): name for index, name in nvidia_smi.told("index,name")}
-        found = ((number, nvidia_smi.told("name", name)) for number, name in enumerate(names))
-        return {number: told[0][0] for number, told in found if told}
+        if (names := visible_gpus()) is None:
+            return {int(index): name for index, name in query_driver("index,name")}
+        found = ((number, query_driver("name", name)) for number, name in enumerate(names))
+        return {number: rows[0][0] for number, rows in found if rows}
 
     @classmethod
     def none(cls) -> Gpu:
@@ -180,8 +202,8 @@ class Gpu:
         if not self.index:
             return CPU.target
         command = [sys.executable, "-S", cuda_driver.__file__]
-        asked = subprocess.run(command, env=os.environ | self.variables, capture_output=True, text=True, check=False)
-        return None if asked.returncode else Target("cuda", **json.loads(asked.stdout))
+        result = subprocess.run(command, env=os.environ | self.variables, capture_output=True, text=True, check=False)
+        return None if result.returncode else Target("cuda", **json.loads(result.stdout))
 
     def others(self, own: Collection[int]) -> int:
         """Returns how many processes other than those with the ids `own` compute on this GPU."""
@@ -189,8 +211,8 @@ class Gpu:
         if smi is None:
             return 0
         command = [smi, f"--id={self.uuid}", "--query-compute-apps=pid", "--format=csv,noheader"]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = {int(word) for word in asked.stdout.split() if word.isdecimal()}
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = {int(word) for word in result.stdout.split() if word.isdecimal()}
         # In a container the driver may list process ids of the host. Only their number can be used then.
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 

@@ -22,15 +22,15 @@ from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
-from scheduler.measure.conversation import Limits
+from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Do, Held, Programs
+from scheduler.measure.protocol import Do, Programs, ReservedProblem
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
     name_of,
-    out_of_reach,
-    requested,
+    request_for,
+    unloadable_reason,
 )
 from search_spaces import locate
 from search_spaces.operation import Operation
@@ -43,7 +43,7 @@ SEARCHES = 3
 # process, so that it is never idle; and compilation goes on while the measuring process compiles a library program.
 READY = 10
 
-What = tuple[Operation[Any], Problem, L2]
+BenchKey = tuple[Operation[Any], Problem, L2]
 
 
 def start_runner(
@@ -67,19 +67,19 @@ def start_runner(
       UnknownChip: the chip is not in the table of chips.
     """
     options = options or RunnerOptions()
-    if (away := _not_here(options)) is not None:
+    if (absent := _absent_chip(options)) is not None:
         name_of(operation)  # raises if no process can load it
-        return AheadOfTime(away, options)
+        return AheadOfTime(absent, options)
     if locate(operation) is None and (
         processes is not None or options.workers is not None or Gpu.wanted(options.device) is not None
     ):
         if processes is not None:
             processes.close()
         if options.workers is not None:
-            raise WorkerError(out_of_reach(operation))
+            raise WorkerError(unloadable_reason(operation))
         text.warn_safely(
-            f"{out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
-            "waits for one that hangs"
+            f"{unloadable_reason(operation)}. Its candidates run in this process: a crash ends the process, and a hang "
+            "blocks it"
         )
         return InProcess()
     return open_runner(options, compilers, processes)
@@ -89,8 +89,8 @@ def open_runner(
     options: RunnerOptions, compilers: Compilers | None = None, processes: Processes | None = None
 ) -> Runner:
     """Starts a runner for any operation that another process can load; raises as `start_runner` does."""
-    if (away := _not_here(options)) is not None:
-        return AheadOfTime(away, options)
+    if (absent := _absent_chip(options)) is not None:
+        return AheadOfTime(absent, options)
     if processes is None:
         gpu = Gpu.wanted(options.device)
         if gpu is None and options.workers is None:
@@ -99,12 +99,12 @@ def open_runner(
     return Pool(processes.gpu, options, processes)
 
 
-def _not_here(options: RunnerOptions) -> Hardware | None:
+def _absent_chip(options: RunnerOptions) -> Hardware | None:
     """Returns the requested chip if it is not the chip of this host, else None."""
     if not options.hardware:
         return None
     try:
-        asked = chips.find(options.hardware)
+        requested = chips.find(options.hardware)
     except ValueError as error:
         raise WorkerError(str(error)) from error
     here = ""
@@ -113,7 +113,7 @@ def _not_here(options: RunnerOptions) -> Hardware | None:
     else:
         with contextlib.suppress(SchedulerError):
             here = chips.detect().kind
-    return None if asked.kind == here else asked
+    return None if requested.kind == here else requested
 
 
 class Pool:
@@ -146,11 +146,11 @@ class Pool:
         # While another pool times its finalists, this pool compiles on more than its share of the processes.
         compiling = min(self._compilers.count, 2 * self._processes.share)
         self.slots = compiling + min(compiling + 1, READY)
-        self._compiled: dict[What, dict[Any, Programs]] = {}
-        self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
-        self._held: dict[What, int] = {}  # the number of searches that hold each problem, the oldest problem first
-        self._alone = False  # whether the held problem excludes others
-        self._waiting: list[object] = []  # searches that wait to hold a problem, in order of arrival
+        self._compiled: dict[BenchKey, dict[Any, Programs]] = {}
+        self._to_confirm: dict[BenchKey, dict[Any, Future[Programs | Failure]]] = {}
+        self._reserved: dict[BenchKey, int] = {}  # searches per problem, oldest problem first
+        self._exclusive = False  # whether the reserved problem excludes others
+        self._waiting: list[object] = []  # searches that wait, in order of arrival
         self._requests: list[tuple[int, int]] = []  # heap of requests that wait for the measuring process
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
@@ -158,15 +158,15 @@ class Pool:
         atexit.register(self.close)
         try:
             # The driver identifies the chip at once. The measuring process takes seconds to start.
-            self._target = gpu.target() or self._found()
+            self._target = gpu.target() or self._detected_target()
             self.hardware = chips.describe(self._target)
-            self._compilers.aim(self._target)
+            self._compilers.set_target(self._target)
         except BaseException:
             self.close()
             raise
         own_clock = self.hardware.abilities.clock != "wall"
         self.searches = options.searches or (SEARCHES if own_clock else 1)
-        self._limits = Limits(options, self.hardware)
+        self._timeouts = Timeouts(options, self.hardware)
         self.environment = environment(driver=gpu.driver)
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
@@ -174,36 +174,36 @@ class Pool:
         return self.slots
 
     @contextlib.contextmanager
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> Iterator[None]:
         self.capacity(operation, problem, l2)
-        what = operation, problem, l2
-        with Threads[What, None](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
-            threads.call(functools.partial(self._hold, to_itself=to_itself), what)
+        key = operation, problem, l2
+        with Threads[BenchKey, None](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
+            threads.call(functools.partial(self._wait_until_reserved, exclusive=exclusive), key)
         try:
             yield
         finally:
-            self._release(what)
+            self._release(key)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         programs = self._known(task)
         kernel = task.operation.kernel(task.backend)
         if programs is None and not kernel.library and not kernel.vendor:
-            found = self._compilers.compile(task, "measure", self._limits)
+            found = self._compilers.compile(task, "measure", self._timeouts)
             if isinstance(found, Failure):
                 return found
-            programs = self._compiled.setdefault(_what(task), {})[_candidate(task)] = found
+            programs = self._compiled.setdefault(_bench_key(task), {})[_candidate(task)] = found
         outcome = self._ask(task, "again" if again else "measure", programs)
         assert outcome is not None
         if isinstance(outcome, Measurement):
-            self._limits.saw(task, outcome)
+            self._timeouts.record_run(task, outcome)
         return outcome
 
     def confirm(self, task: Task) -> Failure | None:
         self.compile_ahead(task)
         programs = self._known(task)
-        if (compiling := self._to_confirm.get(_what(task), {}).get(_candidate(task))) is not None:
+        if (compiling := self._to_confirm.get(_bench_key(task), {}).get(_candidate(task))) is not None:
             found = compiling.result()
             if isinstance(found, Failure):
                 return found
@@ -214,15 +214,15 @@ class Pool:
 
     def compile_ahead(self, task: Task) -> None:
         """Starts compiling the programs that `confirm` of this task runs, once per candidate. Does not block."""
-        programs, what = self._known(task), _what(task)
+        programs, key = self._known(task), _bench_key(task)
         if programs is None or not programs.candidate:
             return
         with self._changed:
-            known = self._to_confirm.setdefault(what, {})
+            known = self._to_confirm.setdefault(key, {})
             if (candidate := _candidate(task)) in known:
                 return
-            compile_it = functools.partial(self._compilers.compile, task, "confirm", self._limits, programs)
-            known[candidate] = in_thread(compile_it, "scheduler-ahead")
+            compile_programs = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
+            known[candidate] = in_thread(compile_programs, "scheduler-ahead")
 
     def help(self, sends: Sequence[Transport]) -> None:
         """Adds compile processes of other hosts, one for each transport."""
@@ -242,25 +242,25 @@ class Pool:
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
         """Sends a request to the measuring process and returns the outcome."""
-        what = _what(task)
-        with self._device(what) as held:
+        key = _bench_key(task)
+        with self._device(key) as reserved:
             if not self._closed:
                 self._require_process()
-            beside = tuple(
-                Held(named, problem.canonical(), l2)
-                for operation, problem, l2 in held
-                if (named := locate(operation)) is not None
+            others = tuple(
+                ReservedProblem(name, problem.canonical(), l2)
+                for operation, problem, l2 in reserved
+                if (name := locate(operation)) is not None
             )
-            request = requested(task, do, beside, programs)
-            result = self._measuring.request(request, self._limits.of(task), self._limits.ended)
+            request = request_for(task, do, others, programs)
+            result = self._measuring.request(request, self._timeouts.for_task(task), self._timeouts.record_compile)
         if result.refused and not self._warned:
             self._warned = True
-            text.warn_safely(f"candidates are compiled once more, where they are measured: {result.refused}")
+            text.warn_safely(f"the measuring process compiles candidates again: {result.refused}")
         if result.lost and result.retryable:
-            raise DeviceLost(f"the device takes no measuring process: {result.lost}")
+            raise DeviceLost(f"no measuring process starts on the device: {result.lost}")
         return result.outcome
 
-    def _found(self) -> Target:
+    def _detected_target(self) -> Target:
         """Returns the chip that the measuring process has found. Blocks until the process has started.
 
         Raises:
@@ -274,24 +274,24 @@ class Pool:
     def _require_process(self) -> None:
         """Waits until the measuring process has started; starts a new process if the old one is gone."""
         try:
-            self._found()
+            self._detected_target()
             refused = self._measuring.begin() if self._measuring.pid is None else None
         except WorkerError as never_started:
             refused = never_started
         if refused is not None:
-            raise DeviceLost(f"the device takes no measuring process: {refused}")
-        if self._found() != self._target:
-            raise WorkerError(f"the driver says that the chip is {self._target}, and JAX says {self._found()}")
+            raise DeviceLost(f"no measuring process starts on the device: {refused}")
+        if self._detected_target() != self._target:
+            raise WorkerError(f"the driver reports the chip {self._target}, but JAX reports {self._detected_target()}")
 
     @contextlib.contextmanager
-    def _device(self, what: What) -> Iterator[tuple[What, ...]]:
+    def _device(self, key: BenchKey) -> Iterator[tuple[BenchKey, ...]]:
         """Gives the calling thread exclusive use of the measuring process; yields the problems that are held.
 
         Requests of the problem that has been held longest are served first.
         """
         with self._changed:
-            held = tuple(self._held)
-            request = held.index(what) if what in held else len(held), next(self._numbers)
+            reserved = tuple(self._reserved)
+            request = reserved.index(key) if key in reserved else len(reserved), next(self._numbers)
             heapq.heappush(self._requests, request)
             try:
                 while self._busy or self._requests[0] != request:
@@ -300,62 +300,64 @@ class Pool:
                 self._requests.remove(request)
                 heapq.heapify(self._requests)
             self._busy = True
-            held = tuple(self._held)
+            reserved = tuple(self._reserved)
         try:
-            yield held
+            yield reserved
         finally:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _hold(self, what: What, *, to_itself: bool) -> None:
-        """Waits until `what` can be held, with other problems or exclusively. The caller must call `_release` later."""
+    def _wait_until_reserved(self, key: BenchKey, *, exclusive: bool) -> None:
+        """Waits until `key` can be held, with other problems or exclusively. The caller must call `_release` later."""
         with self._changed:
             ticket = object()
             self._waiting.append(ticket)
             try:
-                while what not in self._held and (self._waiting[0] is not ticket or not self._joins(what, to_itself)):
+                while key not in self._reserved and (
+                    self._waiting[0] is not ticket or not self._can_reserve(key, exclusive)
+                ):
                     self._changed.wait(WAKE_S)
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
-            if not self._held:
-                self._alone = to_itself
-            self._held[what] = self._held.get(what, 0) + 1
-            first = self._held[what] == 1
+            if not self._reserved:
+                self._exclusive = exclusive
+            self._reserved[key] = self._reserved.get(key, 0) + 1
+            first = self._reserved[key] == 1
         if first:
-            self._prepare(what)
+            self._prepare(key)
 
-    def _prepare(self, what: What) -> None:
+    def _prepare(self, key: BenchKey) -> None:
         """Starts compiling the programs that check the results of a problem and of its neighbour."""
-        operation, problem, l2 = what
+        operation, problem, l2 = key
         for each, parts in ((problem, PARTS), (problem.neighbour(), PARTS - 1)):
             if each is not None:
                 task = Task(operation, each, operation.library.backend, {}, 1, l2)
-                self._compilers.prepare(task, parts, self._limits)
+                self._compilers.prepare(task, parts, self._timeouts)
 
-    def _release(self, what: What) -> None:
+    def _release(self, key: BenchKey) -> None:
         with self._changed:
-            self._held[what] -= 1
-            if not self._held[what]:
-                del self._held[what]
-                self._forget(what)
+            self._reserved[key] -= 1
+            if not self._reserved[key]:
+                del self._reserved[key]
+                self._forget(key)
             self._changed.notify_all()
 
-    def _joins(self, what: What, to_itself: bool) -> bool:
+    def _can_reserve(self, key: BenchKey, exclusive: bool) -> bool:
         """Returns whether a problem can be held together with those already held."""
-        if not self._held or to_itself or self._alone:
-            return not self._held
-        needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._held, what))
+        if not self._reserved or exclusive or self._exclusive:
+            return not self._reserved
+        needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._reserved, key))
         return needed <= self._memory_bytes
 
     def _known(self, task: Task) -> Programs | None:
-        return self._compiled.get(_what(task), {}).get(_candidate(task))
+        return self._compiled.get(_bench_key(task), {}).get(_candidate(task))
 
-    def _forget(self, what: What) -> None:
-        for programs in self._compiled.pop(what, {}).values():
+    def _forget(self, key: BenchKey) -> None:
+        for programs in self._compiled.pop(key, {}).values():
             self._compilers.forget(programs)
-        for compiling in self._to_confirm.pop(what, {}).values():
+        for compiling in self._to_confirm.pop(key, {}).values():
             compiling.add_done_callback(self._forget_unused)
 
     def _forget_unused(self, compiled: Future[Programs | Failure]) -> None:
@@ -371,7 +373,7 @@ class Pool:
         self.close()
 
 
-def _what(task: Task) -> What:
+def _bench_key(task: Task) -> BenchKey:
     return task.operation, task.problem, task.l2
 
 

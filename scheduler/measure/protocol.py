@@ -51,7 +51,7 @@ class InitFailed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ReservedProblem:
     """A problem (canonical JSON) with the name of its operation and the cache state of its operands."""
 
     operation: str
@@ -84,7 +84,7 @@ class Request:
     """A `runner.Task` and the work to do with it; operation by name, problem as canonical JSON.
 
     Attributes:
-      beside: other problems that are being searched; the process keeps its state for these problems and drops all
+      others: other problems that are being searched; the process keeps its state for these problems and drops all
         other.
       programs: files of compiled programs: the candidate's own; to confirm it, also those in `Answer.programs`.
       part: the part to prepare (`buffers.prepare`).
@@ -99,7 +99,7 @@ class Request:
     l2: L2
     incumbent_s: float | None
     raising: bool
-    beside: tuple[Held, ...] = ()
+    others: tuple[ReservedProblem, ...] = ()
     fingerprint: str = ""
     programs: Programs | None = None
     part: int = 0
@@ -154,7 +154,7 @@ _TYPES: dict[str, Any] = {
         Init,
         Ready,
         InitFailed,
-        Held,
+        ReservedProblem,
         Programs,
         Request,
         StepStarted,

@@ -72,7 +72,7 @@ def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
         reason = getattr(error, "strerror", None) or error
         raise RecordingError(f"{path} cannot be read as a recorded sweep: {reason}") from error
     if not lines:
-        raise RecordingError(f"{path} is no recorded sweep: it is empty")
+        raise RecordingError(f"{path} is not a recorded sweep: it is empty")
     sweep = _parsed(codec.sweep_from_text, path, 1, lines[0])
     passes: tuple[list[Trial], list[Trial]] = [], []
     for number, line in enumerate(lines[1:], start=2):
@@ -112,11 +112,13 @@ class Recorder:
         self.again: list[Trial] = []
         if path.exists():
             found, self.trials, self.again = _read(path)
-            if differing := _differing(found, sweep):
-                raise RecordingError(f"{path} holds another sweep ({differing}); delete it, or name another file")
+            if differences := _differences(found, sweep):
+                raise RecordingError(
+                    f"{path} has another sweep ({differences}); delete the file, or choose another one"
+                )
             # A second pass may be added to a recording without one. An existing second pass is kept.
-            asked = found if self.again else sweep
-            sweep = dataclasses.replace(found, again=asked.again, rounds=asked.rounds)
+            second = found if self.again else sweep
+            sweep = dataclasses.replace(found, again=second.again, rounds=second.rounds)
         self.sweep = sweep
         fresh = path.with_name(f"{path.name}.new")
         try:
@@ -178,14 +180,14 @@ class Replay:
         self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment
         self._trials = {point_of(trial.backend, trial.schedule): trial for trial in trials}
-        self._asked: dict[Point, int] = {}
+        self._requests: dict[Point, int] = {}
         self._lock = threading.Lock()
 
     @property
     def fields(self) -> Mapping[str, Any]:
         fields = codec.problem_to_json(self.sweep.problem)
         if not isinstance(fields, dict):
-            raise RecordingError(f"{self.path} is no recorded sweep: line 1: problem: it has no fields")
+            raise RecordingError(f"{self.path} is not a recorded sweep: line 1: problem: it has no fields")
         return fields
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
@@ -201,8 +203,8 @@ class Replay:
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -212,20 +214,20 @@ class Replay:
         Raises:
           NotRecorded: the recording is of another problem, or does not contain this schedule.
         """
-        held = self.sweep
-        if (task.operation.name, task.problem.canonical()) != (held.operation, held.problem):
+        recorded = self.sweep
+        if (task.operation.name, task.problem.canonical()) != (recorded.operation, recorded.problem):
             raise NotRecorded(
-                f"{self.path} holds {held.operation} {format_problem(held.operation, held.problem)}, "
+                f"{self.path} records {recorded.operation} {format_problem(recorded.operation, recorded.problem)}, "
                 f"not {task.operation.name} {task.problem}"
             )
         which = point_of(task.backend, task.schedule)
         if which not in self._trials:
-            raise NotRecorded(f"{self.path} does not hold the schedule {choice_text(task.backend, task.schedule)}")
+            raise NotRecorded(f"{self.path} does not contain the schedule {choice_text(task.backend, task.schedule)}")
         outcome = self._trials[which].outcome
         if self._seed is None or isinstance(outcome, Failure):
             return outcome
         with self._lock:
-            nth = self._asked[which] = self._asked.get(which, 0) + 1
+            nth = self._requests[which] = self._requests.get(which, 0) + 1
         drawn = random.Random(f"{self._seed} {which} {nth}").choices(outcome.samples_s, k=task.repetitions)
         return dataclasses.replace(outcome, median_s=statistics.median(drawn), samples_s=tuple(drawn))
 
@@ -240,7 +242,7 @@ class Replay:
         """Does nothing: a replay holds no resources."""
 
 
-def _differing(found: Sweep, wanted: Sweep) -> str:
+def _differences(found: Sweep, wanted: Sweep) -> str:
     """Describes the differences between two sweeps, except their start dates and second passes."""
     then = dataclasses.replace(found.environment, date=wanted.environment.date)
     found = dataclasses.replace(found, environment=then, again=wanted.again, rounds=wanted.rounds)
@@ -255,4 +257,4 @@ def _parsed(parse: Callable[[str], T], path: Path, number: int, line: bytes) -> 
     try:
         return parse(line.decode())
     except ValueError as error:
-        raise RecordingError(f"{path} is no recorded sweep: line {number}: {error}") from error
+        raise RecordingError(f"{path} is not a recorded sweep: line {number}: {error}") from error

@@ -13,7 +13,7 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
-from scheduler.measure.bench import Bench, BenchesAtHand
+from scheduler.measure.bench import Bench, BenchCache
 from scheduler.measure.buffers import least_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from search_spaces.operation import Operation
@@ -107,15 +107,15 @@ class Runner(Protocol):
           NoCandidate: the operands and results of one task do not fit in device memory; the message gives both sizes.
         """
 
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager that keeps the compiled programs of `problem` while other problems are searched. Blocks.
 
         A thread must not request other problems within this context. Outside of it, requests may have to compile again.
 
         Args:
-          to_itself: hold no other problem at the same time, because the caller has a time limit.
+          exclusive: hold no other problem at the same time, because the caller has a time limit.
 
         Raises:
           NoCandidate: as in `capacity`.
@@ -157,7 +157,7 @@ class InProcess:
     def __init__(self) -> None:
         self.hardware = chips.detect()
         self.environment = environment(driver="")
-        self._benches = BenchesAtHand[tuple[Operation[Any], Problem, L2]](
+        self._benches = BenchCache[tuple[Operation[Any], Problem, L2]](
             lambda what: Bench(what[0], what[1], self.hardware, l2=what[2])
         )
 
@@ -166,8 +166,8 @@ class InProcess:
             require_memory(operation, problem, Gpu.none().free_bytes)
         return 1
 
-    def holding(
-        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    def reserve(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, exclusive: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         self.capacity(operation, problem, l2)
         return contextlib.nullcontext()

@@ -177,10 +177,10 @@ def _description(
         if rows is not None:
             index[axis] = int(rows[index[axis]])
         nothing = " (as where nothing was written)" if np.isnan(got) and not np.isnan(right) else ""
-        said, instead = _told(np.asarray(got).item(), np.asarray(right).item())
+        actual_text, instead = _number_texts(np.asarray(got).item(), np.asarray(right).item())
         return (
-            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {said}{nothing} "
-            f"instead of {instead} (allowed: {float(allowed):.2g})"
+            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {actual_text}"
+            f"{nothing} instead of {instead} (allowed: {float(allowed):.2g})"
         )
     return f"{int(unwritten)} of {actual.shape[axis]} rows hold elements that are NaN, as where nothing was written"
 
@@ -190,7 +190,7 @@ def _allowed(tolerance: Tolerance) -> tuple[float, float, float, float]:
     return tolerance.absolute, tolerance.relative, *tolerance.scale
 
 
-def _told(*numbers: complex) -> tuple[str, ...]:
+def _number_texts(*numbers: complex) -> tuple[str, ...]:
     """Formats numbers, with enough digits to distinguish them; integers and booleans in full."""
     if any(isinstance(number, int) for number in numbers):
         return tuple(map(str, numbers))
@@ -216,8 +216,8 @@ def _compare(
     if not jnp.issubdtype(actual.dtype, jnp.inexact):
         if actual.dtype != expected.dtype:
             raise DeclarationError(
-                f"the reference is {expected.dtype} where the result is {actual.dtype}: integers and truth values are "
-                "compared exactly, so let the reference return what the result is of"
+                f"the reference is {expected.dtype}, but the result is {actual.dtype}: integers and bools are compared "
+                "exactly, so the reference must return the same dtype"
             )
         wrong, excess, got, wanted, allowed = _integers(compared, right, absolute, relative)
         worst, count = jnp.argmax(excess), wrong.sum()

@@ -19,12 +19,12 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
-from scheduler.measure.bench import Bench, BenchesAtHand
+from scheduler.measure.bench import Bench, BenchCache
 from scheduler.measure.build import Builder, Built, first_line
-from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import channel_to_parent
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Answer, Held, Init, Programs, Request, Step
+from scheduler.measure.protocol import Answer, Init, Programs, Request, ReservedProblem, Step
 from search_spaces import load
 from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -35,28 +35,28 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 
 class Measuring:
-    """Serves requests for candidates on the device that `hello` names."""
+    """Serves requests for candidates on the device that `init` names."""
 
-    def __init__(self, hello: Init, announce: Callable[[Step], None]) -> None:
+    def __init__(self, init: Init, announce: Callable[[Step], None]) -> None:
         # Name the platform: given several platforms, JAX silently skips one that does not start.
-        self.target = chips.target_of(jax.devices(hello.platform)[0])
+        self.target = chips.target_of(jax.devices(init.platform)[0])
         infer_layouts_sooner()
-        if hello.platform == "cuda":
+        if init.platform == "cuda":
             # The executable of a Mosaic GPU kernel refers to functions of this library.
             importlib.import_module("jax.experimental.mosaic.gpu")
-        self._exclusive, self._announce = Gpu("", hello.uuid, "", 0).exclusive, announce
+        self._exclusive, self._announce = Gpu("", init.uuid, "", 0).exclusive, announce
         hardware = chips.describe(self.target)
-        self._loader = _Loader(hardware, announce, Path(hello.programs))
-        self._benches = BenchesAtHand(functools.partial(self._made, hardware))
+        self._loader = _Loader(hardware, announce, Path(init.programs))
+        self._benches = BenchCache(functools.partial(self._make_bench, hardware))
 
     def answer(self, request: Request) -> Answer:
         self._announce("prepare")
-        if request.do == "confirm" and (other := loads_otherwise(request, self.target)):
+        if request.do == "confirm" and (other := mismatch_reason(request, self.target)):
             return Answer(Failure("verify", other))
-        what = Held(request.operation, request.problem, request.l2)
+        key = ReservedProblem(request.operation, request.problem, request.l2)
         self._loader.use(request)
         try:
-            outcome = self._benches.ask(what, lambda bench: _asked(bench, request), beside=request.beside)
+            outcome = self._benches.ask(key, lambda bench: _run_request(bench, request), others=request.others)
         except jax.errors.JaxRuntimeError as error:  # raised outside of the candidate's compilation and run
             lost = first_line(error)
             stage: Stage = "memory" if OUT_OF_MEMORY.search(lost) else "worker"
@@ -69,13 +69,13 @@ class Measuring:
             return Answer(outcome, retryable=outcome.stage == "compile", fatal=why)
         return Answer(outcome)
 
-    def _made(self, hardware: Hardware, what: Held) -> Bench:
-        operation = load(what.operation)
+    def _make_bench(self, hardware: Hardware, key: ReservedProblem) -> Bench:
+        operation = load(key.operation)
         return Bench(
             operation,
-            operation.problem.from_canonical(what.problem),
+            operation.problem.from_canonical(key.problem),
             hardware,
-            l2=what.l2,
+            l2=key.l2,
             builder=self._loader,
             exclusive=self._exclusive,
             announce=self._announce,
@@ -119,7 +119,7 @@ class _Loader(Builder):
     ) -> Built | Failure:
         own = problem.canonical() == self._problem
         name = self._programs.candidate if own else self._programs.neighbour
-        return self._loaded(name) or super().build(kernel, problem, schedule, raising=raising)
+        return self._load(name) or super().build(kernel, problem, schedule, raising=raising)
 
     def traced_again(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, digest_before: str
@@ -127,9 +127,9 @@ class _Loader(Builder):
         if not self._programs.candidate:
             yield from super().traced_again(kernel, problem, schedule, digest_before)
         for name in self._programs.again:
-            yield self._loaded(name) or Failure("compile", "its program cannot be loaded")
+            yield self._load(name) or Failure("compile", "its program cannot be loaded")
 
-    def _loaded(self, name: str) -> Built | None:
+    def _load(self, name: str) -> Built | None:
         if not name:
             return None
         try:
@@ -139,7 +139,7 @@ class _Loader(Builder):
             return None
 
 
-def _asked(bench: Bench, request: Request) -> Outcome | None:
+def _run_request(bench: Bench, request: Request) -> Outcome | None:
     backend, schedule, repetitions = request.backend, request.schedule, request.repetitions
     match request.do:
         case "measure":
@@ -151,7 +151,7 @@ def _asked(bench: Bench, request: Request) -> Outcome | None:
         case "confirm":
             return bench.confirm(backend, schedule)
         case "prepare":
-            raise AssertionError("a measuring process is asked for no preparation")
+            raise AssertionError("a measuring process does not serve 'prepare' requests")
 
 
 if __name__ == "__main__":

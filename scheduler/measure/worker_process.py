@@ -65,12 +65,12 @@ class Main(Protocol):
     Attributes:
       module: the main module of the process.
       forked: whether the module forks its processes (`fork_server.serve`).
-      hello: the first message to the process.
+      init: the first message to the process.
     """
 
     module: str
     forked: bool
-    hello: protocol.Init
+    init: protocol.Init
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the process."""
@@ -89,7 +89,7 @@ class OnDevice:
 
     def __init__(self, gpu: Gpu, programs: str, keep_programs: bool = True) -> None:
         self._gpu, self._keep_programs = gpu, keep_programs
-        self.hello = protocol.Init(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
+        self.init = protocol.Init(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
 
     def environment(self) -> dict[str, str]:
         own = inherited()
@@ -116,19 +116,19 @@ class Compiler:
       programs: the directory of compiled programs, shared with the process that loads them.
 
     Attributes:
-      hello: not set before `aim`.
+      init: not set before `set_target`.
     """
 
     module = "scheduler.measure.compile_process"
     forked = True
-    hello: protocol.Init
+    init: protocol.Init
 
     def __init__(self, programs: str) -> None:
         self._programs = programs
 
-    def aim(self, target: Target) -> None:
+    def set_target(self, target: Target) -> None:
         """Sets the chip to compile for."""
-        self.hello = protocol.Init("", target.platform, self._programs, target=target)
+        self.init = protocol.Init("", target.platform, self._programs, target=target)
 
     def environment(self) -> dict[str, str]:
         # One core per process, because the compilations of several candidates run in parallel.
@@ -264,7 +264,7 @@ class WorkerProcess:
             self._spawned = False
             if self._abandoned or self._child is None:
                 raise WorkerError("the worker processes were stopped")
-            reply = self._child.ask(self._main.hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
+            reply = self._child.ask(self._main.init, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error
         if not isinstance(reply, protocol.Ready):
@@ -308,7 +308,7 @@ def result_of(reply: protocol.Message) -> WorkerResult:
             return WorkerResult(outcome, retryable, programs=programs, refused=refused)
         case protocol.Defect(trace):
             raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
-    raise WorkerError(f"a worker answered a request with {reply}")
+    raise WorkerError(f"a worker replied to a request with {reply}")
 
 
 def stop_all(workers: Sequence[WorkerProcess]) -> None:
@@ -319,10 +319,10 @@ def stop_all(workers: Sequence[WorkerProcess]) -> None:
         worker.stop()
 
 
-def requested(
+def request_for(
     task: Task,
     do: protocol.Do,
-    beside: tuple[protocol.Held, ...] = (),
+    others: tuple[protocol.ReservedProblem, ...] = (),
     programs: protocol.Programs | None = None,
 ) -> protocol.Request:
     """Builds the request to do `do` with the candidate of a task."""
@@ -336,7 +336,7 @@ def requested(
         l2=task.l2,
         incumbent_s=task.incumbent_s,
         raising=task.raising,
-        beside=beside,
+        others=others,
         fingerprint=task.fingerprint,
         programs=programs,
     )
@@ -349,14 +349,14 @@ def name_of(operation: Operation[Any]) -> str:
       WorkerError: no process can load it.
     """
     if (name := locate(operation)) is None:
-        raise WorkerError(out_of_reach(operation))
+        raise WorkerError(unloadable_reason(operation))
     return name
 
 
-def out_of_reach(operation: Operation[Any]) -> str:
+def unloadable_reason(operation: Operation[Any]) -> str:
     """Explains why no worker process can load `operation`, and how to fix it."""
     return (
-        f"no worker process can load {operation.name}, which no module or script holds under a name (it was defined in "
+        f"no worker process can load {operation.name}, which is no global of a module or script (it was defined in "
         "a notebook, in a console or within a function): define it at the top level of a file"
     )
 

@@ -117,7 +117,7 @@ def calibrate(
             made.append(fit(operation, kernel, hardware, seen, newest))
     if not made:
         raise NoCandidate(
-            f"no trial of {operation.name} on {hardware.kind} was timed by the clock of an accelerator, to which the "
+            f"no trial of {operation.name} on {hardware.kind} was timed by the clock of an accelerator, which the "
             "model is fitted (a CPU has none): tune or sweep on one first"
         )
     return made
@@ -182,8 +182,8 @@ def _spread(model: CostModel, seen: Sequence[Observed]) -> float:
 
 
 def _fast(one: Observed) -> npt.NDArray[np.bool_]:
-    worth: npt.NDArray[np.bool_] = one.seconds <= _WORTH * one.seconds.min()
-    return worth
+    fast: npt.NDArray[np.bool_] = one.seconds <= _WORTH * one.seconds.min()
+    return fast
 
 
 def _errors(kernel: Kernel[Any, Any], model: CostModel, one: Observed) -> Array:

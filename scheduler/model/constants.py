@@ -221,7 +221,7 @@ def model_of(
     try:
         return CostModel(hardware, dataclasses.replace(start, **values))
     except ValueError as error:  # stored numbers may be out of range
-        _say_once(f"the constants of {operation.name} on {hardware.kind} are not taken: {error}")
+        _say_once(f"the constants of {operation.name} on {hardware.kind} are ignored: {error}")
         return CostModel(hardware, start)
 
 

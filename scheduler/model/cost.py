@@ -100,13 +100,13 @@ class Constants:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in SHARES and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} is a share of a peak: it lies in (0, 1]")
+                raise ValueError(f"{name} is a share of a peak and must be in (0, 1], found {value}")
             if name in ORDERS and not value >= 1:
-                raise ValueError(f"{name}={value} is the order of a norm: at least 1")
+                raise ValueError(f"{name} is the order of a norm and must be at least 1, found {value}")
             if name in FACTORS and not value > 0:
-                raise ValueError(f"{name}={value} is a factor or a rate: above 0")
+                raise ValueError(f"{name} is a factor or a rate and must be above 0, found {value}")
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value} is no time or size: finite, and at least 0")
+                raise ValueError(f"{name} is a time or size and must be finite and at least 0, found {value}")
 
 
 SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")
@@ -250,7 +250,7 @@ class CostModel:
         moves = traffic(f, h, l2_share=1.0)
         loads, moved = moves.cache_bytes / h.l2_bytes_per_s, moves.compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
-        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
+        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.extrapolated)
 
     def lower_bound(self, problem: Problem) -> float:
         """Returns the roofline time ``max(flops / peak, bytes / bandwidth)`` in seconds, for any implementation."""
@@ -260,7 +260,7 @@ class CostModel:
     def library_floor(self, problem: Problem) -> float:
         """Returns a lower bound on XLA's time from its intermediate arrays, in seconds; 0 if a cache may hold them."""
         between = problem.library_bytes_moved - problem.bytes_moved
-        if self.hardware.borrowed or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
+        if self.hardware.extrapolated or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
             return 0.0
         return problem.library_bytes_moved / self.hardware.hbm_bytes_per_s
 

@@ -37,9 +37,12 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
     footprint = _footprint(kernel, problem, hardware, schedule)
     if footprint is None:
         return None
-    asked, limit = int(np.ravel(onchip_demand(footprint))[0]), int(np.ravel(onchip_limit(footprint, hardware))[0])
-    if asked > limit:
-        return f"it needs {asked} bytes of on-chip memory and a block of {hardware.kind} has {limit}"
+    onchip_needed, limit = (
+        int(np.ravel(onchip_demand(footprint))[0]),
+        int(np.ravel(onchip_limit(footprint, hardware))[0]),
+    )
+    if onchip_needed > limit:
+        return f"it needs {onchip_needed} bytes of on-chip memory and a block of {hardware.kind} has {limit}"
     return None
 
 
@@ -50,9 +53,9 @@ def onchip_demand(footprint: Footprint) -> npt.NDArray[np.float64]:
 
 def onchip_limit(footprint: Footprint, hardware: Hardware) -> npt.NDArray[np.float64]:
     """Returns the maximum on-chip bytes per block of each schedule: its launch's request, up to the chip's limit."""
-    asked = column(footprint.onchip_limit_bytes)
+    onchip_needed = column(footprint.onchip_limit_bytes)
     unasked = hardware.onchip_default_bytes or hardware.onchip_bytes
-    return np.minimum(np.where(asked > 0, asked, unasked), hardware.onchip_bytes)
+    return np.minimum(np.where(onchip_needed > 0, onchip_needed, unasked), hardware.onchip_bytes)
 
 
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:
@@ -217,7 +220,7 @@ def prune(
         return best(np.arange(0), full(0.0), full(0.0), full(0))
     library_s = full(model.library_seconds(problem))
     if kernel.library:  # The model does not distinguish a library's programs.
-        least_s = 0.0 if kernel.taken_apart else model.library_floor(problem)
+        least_s = 0.0 if kernel.loses_ties else model.library_floor(problem)
         return best(np.arange(len(points)), library_s, full(least_s), full(0))
     unchecked = {}
     if verified:

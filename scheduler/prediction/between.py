@@ -88,18 +88,18 @@ def between(
       backends: the kernels that may be selected; None allows all.
       shared_only: as in `predict`.
     """
-    lying = [
+    between_points = [
         (math.log(ends[1] / ends[0]), place, one, ends)
         for place, one in enumerate(ranges)
         if (ends := _around(one, operation, problem, hardware)) is not None
     ]
     reasons = []
-    for _, _, one, ends in sorted(lying, key=lambda each: each[:2]):
-        asked = _Asked(operation, problem, hardware, allowed_backends(operation, backends), shared_only)
-        found = _answer(asked, one, ends, find)
+    for _, _, one, ends in sorted(between_points, key=lambda each: each[:2]):
+        question = _Question(operation, problem, hardware, allowed_backends(operation, backends), shared_only)
+        found = _answer(question, one, ends, find)
         if isinstance(found, RangeAnswer):
             return found
-        reasons.append(f"the range {one.field}={one.low}..{one.high} does not answer: {found}")
+        reasons.append(f"the range {one.field}={one.low}..{one.high} cannot be used: {found}")
     return "; ".join(dict.fromkeys(reasons))
 
 
@@ -127,17 +127,17 @@ def answer(
     def find(key: Key) -> list[Record]:
         return [record for record in kept if record.key == key]
 
-    lying = between(operation, problem, hardware, ranges, find, backends=backends)
-    if isinstance(lying, str) or (found.estimated and lying.estimated):
+    in_range = between(operation, problem, hardware, ranges, find, backends=backends)
+    if isinstance(in_range, str) or (found.estimated and in_range.estimated):
         return found
     return Answer(
-        lying.backend,
-        lying.schedule,
-        lying.predicted_s,
-        lying.library_s,
-        lying.reason,
+        in_range.backend,
+        in_range.schedule,
+        in_range.predicted_s,
+        in_range.library_s,
+        in_range.reason,
         source="range",
-        estimated=lying.estimated,
+        estimated=in_range.estimated,
     )
 
 
@@ -152,7 +152,7 @@ def point_keys(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Question:
     """The arguments of one query."""
 
     operation: Operation[Any]
@@ -180,9 +180,9 @@ def _around(of: Range, operation: Operation[Any], problem: Problem, hardware: Ha
     return of.around(value) if family_of(problem, of.field) == of.problem else None
 
 
-def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> RangeAnswer | str:
-    operation, problem, hardware = asked.operation, asked.problem, asked.hardware
-    low, high = (_held(asked, of.field, value, find) for value in ends)
+def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -> RangeAnswer | str:
+    operation, problem, hardware = question.operation, question.problem, question.hardware
+    low, high = (_held(question, of.field, value, find) for value in ends)
     for value, held in zip(ends, (low, high), strict=True):
         if isinstance(held, str):
             return type(held)(f"{of.field}={value}: {held}")
@@ -194,10 +194,10 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Rang
         point_of(entry.backend, entry.schedule): entry
         for held in (high, low)
         for entry in held.record.entries
-        if entry.backend in asked.allowed
+        if entry.backend in question.allowed
     }
-    gains = _Gains(asked, low, high, share)
-    library = None if operation.library.taken_apart else operation.library.backend  # selected in a tie
+    gains = _Gains(question, low, high, share)
+    library = None if operation.library.loses_ties else operation.library.backend  # selected in a tie
     gain, best = -math.inf, None
     # The measured gain is an upper bound here, so most schedules are skipped without querying the model.
     for point, entry in sorted(entries.items(), key=lambda item: gains.measured(item[0]), reverse=True):
@@ -205,7 +205,7 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Rang
         if gains.measured(point) - less > gain and (here := gains.of(point, entry)) is not None and here - less > gain:
             gain, best = here - less, entry
     if best is None:
-        return f"no schedule of {', '.join(sorted(asked.allowed))} that ran at either point is legal here"
+        return f"no schedule of {', '.join(sorted(question.allowed))} that ran at either point is legal here"
     gain += 0 if best.backend == library else TIE
     estimated = low.record.estimated or high.record.estimated
     base_s = math.exp((1 - share) * math.log(low.base_s) + share * math.log(high.base_s))
@@ -213,9 +213,9 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Rang
         operation,
         problem,
         hardware,
-        backends=asked.allowed,
+        backends=question.allowed,
         records=[low.record, high.record],
-        shared_only=asked.shared_only,
+        shared_only=question.shared_only,
     )
     promised = math.log(model.library_s / model.predicted_s)
     if model.ranked and promised > gain - math.log(1 - MODEL_GAIN):
@@ -259,20 +259,20 @@ class _Held:
         return min(0.0, max((gain for (backend, _), gain in self._gains.items() if backend == point[0]), default=0.0))
 
 
-def _held(asked: _Asked, field: str, value: int, find: Find) -> _Held | str:
+def _held(question: _Question, field: str, value: int, find: Find) -> _Held | str:
     """Returns a point with its record, whichever kernel won there; or why it has no valid record."""
-    operation, hardware = asked.operation, asked.hardware
+    operation, hardware = question.operation, question.hardware
     try:
-        there = dataclasses.replace(asked.problem, **{field: value})
+        there = dataclasses.replace(question.problem, **{field: value})
     except ValueError as error:
         return str(error)
-    useless = ""
+    invalid_reason = ""
     for record in find(key_of(operation, there, hardware)):
-        found = recheck(operation, there, hardware, record, backends=asked.allowed | {operation.library.backend})
+        found = recheck(operation, there, hardware, record, backends=question.allowed | {operation.library.backend})
         if not isinstance(found, str) and all(entry.measurement.median_s > 0 for entry in record.entries):
             return _Held(there, record)
-        useless = useless or (found if isinstance(found, str) else "its record has a time that is none")
-    return useless or "its record is gone"
+        invalid_reason = invalid_reason or (found if isinstance(found, str) else "its record has a time that is none")
+    return invalid_reason or "its record is gone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +289,7 @@ class _Gains:
       share: the position of the problem between the lower point (0) and the upper point (1).
     """
 
-    asked: _Asked
+    asked: _Question
     low: _Held
     high: _Held
     share: float

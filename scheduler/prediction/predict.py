@@ -80,13 +80,13 @@ def choose(
     if not len(pruned.points) and needed:
         pruned = prune(kernel, problem, hardware, model, keep=1)
     if not len(pruned.points):
-        return f"nothing left of {pruned.size}: {counted(pruned.dropped)}"
+        return f"none of {pruned.size} schedules is left: {counted(pruned.dropped)}"
     residuals = residuals_of(operation, kernel, fitted)
     error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
         deviation = math.hypot(deviation, model.library_spread(problem))
-    told = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
-    closest = next((one for one in told if one is not None), None)
+    corrections = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
+    closest = next((one for one in corrections if one is not None), None)
     schedule: Schedule | None = None
     near_by = words = ""
     if closest is not None:
@@ -95,17 +95,17 @@ def choose(
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
         at += ", estimated" if closest.neighbour.record.estimated else ""
-        words = f" (its times corrected by those of {at})"
+        words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
         checked = here is not None and (needed or _verified(kernel, problem, hardware, closest.entry.schedule))
         if not kernel.library and here is not None and checked and here <= closest.objection * pruned.predicted_s[0]:
             schedule, words = closest.entry.schedule, f" (with the schedule of {at})"
     elif not pruned.ranked:
-        words = ", the first of its schedules, as it declares no footprint to rank them by"
+        words = ", the first of its schedules, because it declares no footprint"
     if schedule is None:
         schedule = _first(kernel, problem, hardware, model, pruned, _variants(kernel, fitted), needed)
     if schedule is None:
-        return "no variant of it that was measured suits the problem"
+        return "no measured variant of the kernel is legal for the problem"
     predicted_s = float(pruned.predicted_s[0]) * math.exp(error)
     return Choice(kernel.backend, schedule, predicted_s, deviation, near_by, words, pruned.ranked)
 
@@ -277,8 +277,8 @@ def predict(
     near = _nearest(operation, problem, records)
     library = operation.library
     # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
-    told = ({}, ()) if library.taken_apart else (fitted, near)
-    best = choose(operation, library, problem, hardware, *told)
+    evidence = ({}, ()) if library.loses_ties else (fitted, near)
+    best = choose(operation, library, problem, hardware, *evidence)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
@@ -303,16 +303,16 @@ def predict(
     if found is None:
         why = _words(refused or unsupported)
         if library.backend not in allowed:
-            raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {why}")
+            raise NoCandidate(f"no kernel of {operation.name} supports {problem} on {hardware.kind}: {why}")
         reason = why or "the library is the only kernel"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour)
     gain, faster = library_s / found.predicted_s, _probability_of_gain(best, found)
     if library.backend in allowed and faster < sure:
-        reason = f"the model expects a gain over the library with {faster:.0%}, and {sure:.0%} is wanted"
+        reason = f"the model expects a gain over the library with probability {faster:.0%}, below {sure:.0%}"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour, faster=faster)
     reason = "the top prediction"
     if library.backend in allowed:
-        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with {faster:.0%}"
+        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with probability {faster:.0%}"
     return Answer(
         backend=found.backend,
         schedule=found.schedule,
@@ -341,8 +341,8 @@ def _nearest(operation: Operation[Any], problem: Problem, records: Sequence[Reco
     Estimates would correct the model towards themselves.
     """
     for estimated in (False, True):
-        alike = [record for record in records if record.estimated is estimated]
-        if near := nearest(operation, problem, alike, within=TELLING):
+        same_kind = [record for record in records if record.estimated is estimated]
+        if near := nearest(operation, problem, same_kind, within=TELLING):
             return near
     return []
 
@@ -367,8 +367,8 @@ def _measured(
         library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
         library_s = library_s if library is None else library.measurement.median_s
         gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
-        how = "estimated by the compiler, not measured," if record.estimated else "measured"
-        reason = f"{how} on {record.environment.date[:10]}{gain}"
+        origin = "estimated by the compiler, not measured," if record.estimated else "measured"
+        reason = f"{origin} on {record.environment.date[:10]}{gain}"
         return Answer(
             entry.backend, entry.schedule, ours_s, library_s, reason, source="record", estimated=record.estimated
         )

@@ -92,8 +92,8 @@ def _spellings(problem: Problem, within: float) -> list[tuple[str, float]]:
     A variant writes out fields that have their default, or leaves out fields that are near it. Canonical texts omit
     defaults, so if one of two similar problems has a default, the numbers in their texts do not pair.
     """
-    told = problem.told()
-    found: list[tuple[dict[str, Any], float]] = [(dict(told), 0.0)]
+    fields = problem.non_default_fields()
+    found: list[tuple[dict[str, Any], float]] = [(dict(fields), 0.0)]
     for field in dataclasses.fields(problem):
         default, value = _number(field.default), _number(getattr(problem, field.name))
         if default is None or value is None:
@@ -162,9 +162,9 @@ def recheck(
         if kernel.backend not in allowed and not kernel.library:
             continue
         if then is None and kernel.supports(problem, hardware.target) is None:
-            return f"it was measured before there was a {kernel.backend} kernel for it"
+            return f"it was measured before the {kernel.backend} kernel existed"
         if then is not None and then != kernel.version:
-            return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
+            return f"the {kernel.backend} kernel is now version {kernel.version}, and version {then} was measured"
     entry = record.best(allowed)
     if entry is None:
         failed = "; ".join(str(lost) for lost in record.failed if lost.backend in allowed)

@@ -1,4 +1,4 @@
-"""What is known before a search: the baseline (the schedule that calls used), and whether a record is still valid."""
+"""The baseline of a search (the schedule that calls used before it), and whether a stored record is still valid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 
-def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
+def stored_evidence(task: Task, hardware: Hardware, store: Store) -> Evidence:
     """Returns the stored evidence for a problem, the user's before the shipped. An unreadable store is skipped."""
     found: list[Evidence] = []
     with contextlib.ExitStack() as stack:
@@ -33,8 +33,8 @@ def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
     return merged(found)
 
 
-def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store: Store) -> Baseline | None:
-    """Returns the schedule that calls selected from the earlier evidence `had`, with its time: the baseline.
+def baseline_of(task: Task, hardware: Hardware, evidence: Evidence, record: Record, store: Store) -> Baseline | None:
+    """Returns the schedule that calls selected from the earlier evidence `evidence`, with its time: the baseline.
 
     Returns None if no schedule could be selected.
     """
@@ -44,8 +44,8 @@ def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store:
             task.problem,
             hardware,
             backends=task.backends,
-            records=had.records,
-            ranges=had.ranges,
+            records=evidence.records,
+            ranges=evidence.ranges,
         )
     except NoCandidate:
         return None
@@ -59,8 +59,8 @@ def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store:
         case Measurement(median_s=median_s):
             return Baseline(found.backend, found.schedule, median_s, measured=True)
         case _:
-            alike = found.source == "record" and found.estimated == record.estimated
-            return Baseline(found.backend, found.schedule, found.predicted_s, measured=alike)
+            measured = found.source == "record" and found.estimated == record.estimated
+            return Baseline(found.backend, found.schedule, found.predicted_s, measured=measured)
 
 
 # ------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ def is_current(
         return ""
     if reason := stale_reason(operation, problem, hardware, record, backends, l2, brief=brief):
         return reason
-    asked = allowed_backends(operation, backends) | {operation.library.backend}
+    required = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
         str(lost)
         for lost in record.failed
-        if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
+        if lost.backend in required and operation.kernel(lost.backend).supports(problem, hardware.target) is None
     ]
     return "; ".join(failed) or record
 
@@ -131,6 +131,6 @@ def refuse_to_replace_measured(key: Key, hardware: Hardware, store: TrialStore) 
         record = store.get(key)
         if record is not None and not record.estimated:
             raise NoCandidate(
-                f"what is stored of {key} was measured there, and no estimate replaces that: tune it on "
+                f"the stored record of {key} is measured, and an estimate does not replace it: tune it on "
                 f"{hardware.kind}, or `tile-scheduler forget` it"
             )

@@ -90,7 +90,7 @@ def collect(
     versions: dict[str, int] = {}
     size = 0
     won = list(map(versioned, _winners(near, besides=operation.library.backend)))
-    stay, asked = {*known, *won}, set(first)
+    always_kept, requested = {*known, *won}, set(first)
     for kernel in sorted(operation.kernels, key=lambda kernel: not kernel.library):
         if kernel.backend not in allowed and not kernel.library:
             continue
@@ -103,7 +103,9 @@ def collect(
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
         keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal))) if pruned.ranked else len(legal)
-        candidates += [c for rank, c in enumerate(legal) if rank < keep or versioned(c) in stay or _point(c) in asked]
+        candidates += [
+            c for rank, c in enumerate(legal) if rank < keep or versioned(c) in always_kept or _point(c) in requested
+        ]
         size += pruned.size
         dropped.update(pruned.dropped)
         versions[kernel.backend] = legal[0].version if legal else kernel.version

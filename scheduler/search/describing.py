@@ -23,7 +23,7 @@ class Tried(Protocol):
     def schedule(self) -> Mapping[str, Choice]: ...
 
 
-class Describing:
+class TrialParameters:
     """Returns the parameters of candidates of one problem, with their distributions, for Optuna's dashboard."""
 
     def __init__(self, operation: Operation[Any], problem: Problem, target: Target) -> None:

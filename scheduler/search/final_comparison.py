@@ -34,15 +34,15 @@ class Contender:
 
     Attributes:
       label: unique label. It is the last tie-breaker, so it must be the same in every search.
-      library: wins ties, unless `yields`.
+      library: wins ties, unless `loses_ties`.
       onchip_bytes: the smaller wins a tie between others.
-      yields: loses ties although it is the library (`Kernel.taken_apart`).
+      loses_ties: loses ties although it is the library (`Kernel.loses_ties`).
     """
 
     label: str
     library: bool
     onchip_bytes: int
-    yields: bool = False
+    loses_ties: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,44 +110,44 @@ def race(
             running = [rival for rival in running if rival.library or margins[rival].low <= TIE]
             if all(margins[rival].low > 0 or margins[rival].high <= TIE for rival in running if rival.label != leader):
                 break
-    ran = [rival for rival in rivals if rival.label not in failures]
-    if not ran:
+    finished = [rival for rival in rivals if rival.label not in failures]
+    if not finished:
         return Result((), {}, failures, Verdict())
 
-    running, rounds = _compared(running, ran, rounds)
+    running, rounds = _compared(running, finished, rounds)
     sentinel, notes = _sentinel(running, rounds), []
     if affected := _affected(sentinel, rounds):
         notes.append(
             f"drift of {share_text(_drift(sentinel, rounds))}: {len(affected)} of {len(rounds)} rounds repeated"
         )
         for index in affected:
-            rounds[index] = one_round([rival for rival in ran if rival.label in rounds[index]])
-        ran = [rival for rival in ran if rival.label not in failures]
-        if not ran:
+            rounds[index] = one_round([rival for rival in finished if rival.label in rounds[index]])
+        finished = [rival for rival in finished if rival.label not in failures]
+        if not finished:
             return Result((), {}, failures, Verdict(rounds=len(rounds), notes=tuple(notes)))
-        running, rounds = _compared(running, ran, rounds)
-    return _decided(ran, running, rounds, failures, notes)
+        running, rounds = _compared(running, finished, rounds)
+    return _decided(finished, running, rounds, failures, notes)
 
 
 def _compared(
-    running: Sequence[Contender], ran: Sequence[Contender], rounds: Sequence[Round]
+    running: Sequence[Contender], finished: Sequence[Contender], rounds: Sequence[Round]
 ) -> tuple[list[Contender], list[Round]]:
     """Returns the remaining rivals and the rounds. If all failed, returns the removed ones and their common rounds."""
-    if left := [rival for rival in running if rival in ran]:
+    if left := [rival for rival in running if rival in finished]:
         return left, list(rounds)
-    return list(ran), [times for times in rounds if all(rival.label in times for rival in ran)]
+    return list(finished), [times for times in rounds if all(rival.label in times for rival in finished)]
 
 
 def _decided(
-    ran: Sequence[Contender],
+    finished: Sequence[Contender],
     running: Sequence[Contender],
     rounds: Sequence[Round],
     failures: Mapping[str, Failure],
     notes: list[str],
 ) -> Result:
     leader = _leader([rival.label for rival in running], rounds)
-    margins = {rival.label: _margin(leader, rival.label, rounds) for rival in ran}
-    tied = [rival for rival in ran if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
+    margins = {rival.label: _margin(leader, rival.label, rounds) for rival in finished}
+    tied = [rival for rival in finished if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
     winner = _first(tied).label
     order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
@@ -185,7 +185,7 @@ def rank_once(times: Mapping[Contender, Measurement]) -> Result:
 
 def _first(tied: Sequence[Contender]) -> Contender:
     """Returns the winner of a tie."""
-    return min(tied, key=lambda r: (r.yields, not r.library, r.onchip_bytes, len(r.label), r.label))
+    return min(tied, key=lambda r: (r.loses_ties, not r.library, r.onchip_bytes, len(r.label), r.label))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,11 +259,11 @@ def _sentinel(running: Sequence[Contender], rounds: Sequence[Round]) -> str:
 
 def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:
     """Returns the rounds in which the sentinel's time deviates from its median by more than `DRIFT`."""
-    usual = statistics.median(times[sentinel].median_s for times in rounds if sentinel in times)
+    median_s = statistics.median(times[sentinel].median_s for times in rounds if sentinel in times)
     return [
         index
         for index, times in enumerate(rounds)
-        if sentinel in times and abs(times[sentinel].median_s / usual - 1) > DRIFT
+        if sentinel in times and abs(times[sentinel].median_s / median_s - 1) > DRIFT
     ]
 
 
@@ -292,11 +292,11 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
     while True:
         ranked = trials.measured()
         chosen = fastest_finalists(ranked, FINALISTS, lambda index: trials.ended[index].backend)
-        asked = [index for index in chosen if index not in confirmed]
-        if not asked:
+        unconfirmed = [index for index in chosen if index not in confirmed]
+        if not unconfirmed:
             return chosen
         with Threads[int, Failure | None](runner.slots, runner.close) as threads:
-            for index, failure in threads.map(confirm, asked):
+            for index, failure in threads.map(confirm, unconfirmed):
                 confirmed.add(index)
                 if failure is not None:
                     trials.refute(index, failure)
@@ -342,9 +342,9 @@ def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
         each = [outcome for outcome in ended if isinstance(outcome, Failure)]
         if len(each) < len(ended):
             continue
-        alike: dict[tuple[str, str], list[Failure]] = {}
+        by_cause: dict[tuple[str, str], list[Failure]] = {}
         for failure in each:
-            alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
+            by_cause.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
         # Failures for lack of memory, or of a process, tell less about the kernel than failures of its own code.
-        most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
+        most = max(by_cause.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
         yield AllFailed(backend, len(each), most[0], len(most))

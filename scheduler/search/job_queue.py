@@ -1,4 +1,4 @@
-"""The queue of a job: selects the next problem for each of several executors (places)."""
+"""The queue of a job: selects the next problem for each of several executors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scheduler.search.trials import TrialStore
 from search_spaces.operation import Operation
 
 # ------------------------------------------------------------------------------
-# Executors of a job's problems ("places"): their interface, and local devices that implement it.
+# Executors of a job's problems: their interface, and local devices that implement it.
 
 
 class Executor(Protocol):
@@ -49,10 +49,12 @@ class Executor(Protocol):
         It is also called after `search` raised `ExecutorLost`.
 
         Raises:
-          SchedulerError: the place cannot start; it is not used again.
+          SchedulerError: the executor cannot start; it is not used again.
         """
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         """Searches one problem without reading its record in `store`; the caller holds the lease. Blocks.
 
         Args:
@@ -66,7 +68,7 @@ class Executor(Protocol):
         """
 
     def close(self) -> None:
-        """Closes the place for good. Running searches raise an error soon."""
+        """Closes the executor for good. Running searches raise an error soon."""
 
 
 class DeviceExecutor:
@@ -75,8 +77,8 @@ class DeviceExecutor:
     Args:
       start: starts the runner.
       name: for messages.
-      owned: whether the runner is closed with the place.
-      compilers: compile processes shared by the places of a host; each place closes them once.
+      owned: whether the runner is closed with the executor.
+      compilers: compile processes shared by the executors of a host; each executor closes them once.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class DeviceExecutor:
 
     @classmethod
     def of(cls, runner: Runner) -> DeviceExecutor:
-        """Returns the place of a runner that the caller has started and will close."""
+        """Returns the executor of a runner that the caller has started and will close."""
         return cls(lambda: runner, owned=False)
 
     @classmethod
-    def for_(
+    def for_operation(
         cls,
         operation: Operation[Any],
         options: RunnerOptions | None = None,
@@ -122,22 +124,24 @@ class DeviceExecutor:
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
 
-    def search(self, task: Task, how: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
+    def search(
+        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
+    ) -> Record:
         if (runner := self._runner) is None:  # lost, as another search has found
             raise ExecutorLost(f"{self.name} was lost")
         try:
-            runner.capacity(task.operation, task.problem, how.l2)  # raises if the problem does not fit in memory
+            runner.capacity(task.operation, task.problem, options.l2)  # raises if the problem does not fit in memory
             return tuner.search(
                 task.operation,
                 task.problem,
                 runner,
                 backends=task.backends,
-                first_error=how.first_error,
+                first_error=options.first_error,
                 budget=task.budget,
                 seconds=task.seconds,
-                seed=how.seed,
-                sampler=how.sampler,
-                l2=how.l2,
+                seed=options.seed,
+                sampler=options.sampler,
+                l2=options.l2,
                 store=store,
                 progress=progress,
                 first=task.first,
@@ -177,20 +181,23 @@ def gpu_executors(
     """
     options = options or RunnerOptions()
     if len(indices) == 1:
-        return [DeviceExecutor.for_(operation, dataclasses.replace(options, device=indices[0]), f"GPU {indices[0]}")]
+        return [
+            DeviceExecutor.for_operation(
+                operation, dataclasses.replace(options, device=indices[0]), f"GPU {indices[0]}"
+            )
+        ]
     share = options.workers or max(1, count_of(None) // len(indices))
     compilers = Compilers(share * len(indices), users=len(indices))
     each = dataclasses.replace(options, workers=share)
     return [
-        DeviceExecutor.for_(operation, dataclasses.replace(each, device=index), f"GPU {index}", compilers)
+        DeviceExecutor.for_operation(operation, dataclasses.replace(each, device=index), f"GPU {index}", compilers)
         for index in indices
     ]
 
 
 # Delay before retrying a problem that another process is tuning.
-AGAIN_S = 1.0
-# While other places are still starting, a place takes only one problem, even if it has several lanes. This lasts at
-# most so long.
+RETRY_S = 1.0
+# Maximum time for which an executor takes only one problem, even with several lanes, while other executors start.
 STARTING_S = 60.0
 # Time of a trial without its device time, and the number of trials of a search with the library alone.
 TRIAL_S = 0.25
@@ -203,35 +210,35 @@ class Queued:
 
     Attributes:
       expected_s: expected duration of the search.
-      held: the stored record, or the reason why there is no valid one.
-      lost_on: the place that was lost while it ran this search; None if there is none.
+      current: the stored record, or the reason why there is no valid one.
+      lost_on: the executor that was lost while it ran this search; None if there is none.
       busy: how often another process was found tuning the problem.
       not_before_s: earliest time of the next attempt, by `time.monotonic`.
     """
 
     task: Task
     expected_s: float
-    held: Record | str
+    current: Record | str
     lost_on: Executor | None = None
     busy: int = 0
     not_before_s: float = 0.0
 
 
 class Queue:
-    """The waiting problems of a job, shared by threads of several places.
+    """The waiting problems of a job, shared by threads of several executors.
 
-    The queue balances the load: a place that runs several problems leaves the last ones to places that run fewer. Call
-    `opened` for a place before taking problems for it.
+    The queue balances the load: an executor that runs several problems leaves the last ones to those that run fewer.
+    Call `opened` for an executor before taking problems for it.
 
     Args:
-      places: number of places.
+      executors: number of executors.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, executors: int) -> None:
         self._changed = threading.Condition()
-        self._places = places
+        self._executors = executors
         self._waiting: list[Queued] = []
-        self._at: dict[int, _At] = {}  # keyed by the id of an opened place
+        self._states: dict[int, _ExecutorState] = {}  # keyed by the id of an opened executor
         self._began = time.monotonic()
         self._ended = False
 
@@ -241,54 +248,55 @@ class Queue:
             self._waiting += searches
             self._changed.notify_all()
 
-    def opened(self, place: Executor) -> None:
-        """Marks `place` as available, for the first time or again."""
+    def opened(self, executor: Executor) -> None:
+        """Marks `executor` as available, for the first time or again."""
         with self._changed:
-            self._at.setdefault(id(place), _At(place)).lost = False
+            self._states.setdefault(id(executor), _ExecutorState(executor)).lost = False
 
-    def take(self, place: Executor) -> Queued | None:
-        """Returns the next search for `place`, or None when all have ended or the place is lost. Blocks.
+    def take(self, executor: Executor) -> Queued | None:
+        """Returns the next search for `executor`, or None when all have ended or the executor is lost. Blocks.
 
-        It blocks while no search can start at this place. Call `done`, `put_aside` or `lose` afterwards.
+        It blocks while no search can start at this executor. Call `done`, `defer` or `requeue_lost` afterwards.
         """
         with self._changed:
-            at = self._at[id(place)]
-            while (
-                not self._ended and not at.lost and (self._waiting or any(each.under_way for each in self._at.values()))
-            ):
-                if (found := self._next(at)) is not None:
+            state = self._states[id(executor)]
+            while not self._ended and not state.lost and (self._waiting or self._any_running()):
+                if (found := self._next(state)) is not None:
                     self._waiting.remove(found)
-                    at.under_way += 1
+                    state.running += 1
                     return found
                 self._changed.wait(WAKE_S)
         return None
 
-    def done(self, place: Executor) -> None:
-        """Marks a search that ran at `place` as finished."""
-        self._give_back(place)
+    def _any_running(self) -> bool:
+        return any(each.running for each in self._states.values())
 
-    def put_aside(self, search: Queued, place: Executor) -> None:
+    def done(self, executor: Executor) -> None:
+        """Marks a search that ran at `executor` as finished."""
+        self._end_search(executor)
+
+    def defer(self, search: Queued, executor: Executor) -> None:
         """Requeues a search that another process is running. It is retried after all others have started."""
         search.busy += 1
-        search.not_before_s = time.monotonic() + AGAIN_S
-        self._give_back(place, search, -1)
+        search.not_before_s = time.monotonic() + RETRY_S
+        self._end_search(executor, search, -1)
 
-    def lose(self, search: Queued, place: Executor) -> None:
-        """Requeues a search that was running when `place` was lost.
+    def requeue_lost(self, search: Queued, executor: Executor) -> None:
+        """Requeues a search that was running when `executor` was lost.
 
-        Another place takes it next, or the same place after it is `opened` again.
+        Another executor takes it next, or the same executor after it is `opened` again.
         """
         with self._changed:
-            search.lost_on, self._at[id(place)].lost = place, True
-            self._give_back(place, search, 0)
+            search.lost_on, self._states[id(executor)].lost = executor, True
+            self._end_search(executor, search, 0)
 
-    def leave(self, place: Executor) -> list[Queued]:
-        """Removes a place for good. Returns the waiting searches if it was the last place."""
+    def remove_executor(self, executor: Executor) -> list[Queued]:
+        """Removes an executor for good. Returns the waiting searches if it was the last executor."""
         with self._changed:
-            self._at.pop(id(place), None)
-            self._places -= 1
+            self._states.pop(id(executor), None)
+            self._executors -= 1
             self._changed.notify_all()
-            if self._places:
+            if self._executors:
                 return []
             left, self._waiting = self._waiting, []
             return left
@@ -299,37 +307,37 @@ class Queue:
             self._ended = True
             self._changed.notify_all()
 
-    def _give_back(self, place: Executor, search: Queued | None = None, at: int = 0) -> None:
+    def _end_search(self, executor: Executor, search: Queued | None = None, at: int = 0) -> None:
         with self._changed:
-            self._at[id(place)].under_way -= 1
+            self._states[id(executor)].running -= 1
             if search is not None:
                 self._waiting.insert(at if at >= 0 else len(self._waiting), search)
             self._changed.notify_all()
 
-    def _next(self, at: _At) -> Queued | None:
-        fitting = [search for search in self._waiting if search.lost_on is not at.place or self._places == 1]
-        if at.under_way and len(fitting) <= self._left_to_others(at):
+    def _next(self, state: _ExecutorState) -> Queued | None:
+        fitting = [search for search in self._waiting if search.lost_on is not state.executor or self._executors == 1]
+        if state.running and len(fitting) <= self._left_to_others(state):
             return None
         if free := [search for search in fitting if not search.busy]:
             return free[0]
         now = time.monotonic()
         return next((search for search in fitting if search.not_before_s <= now), None)
 
-    def _left_to_others(self, at: _At) -> float:
-        """Returns how many problems to leave to places that run fewer, before this place takes one more."""
-        others = [each for each in self._at.values() if each is not at]
-        starting = self._places - 1 - len(others)
+    def _left_to_others(self, state: _ExecutorState) -> float:
+        """Returns how many problems to leave to executors that run fewer, before this executor takes one more."""
+        others = [each for each in self._states.values() if each is not state]
+        starting = self._executors - 1 - len(others)
         if starting > 0 and time.monotonic() - self._began < STARTING_S:
             return math.inf
-        return sum(max(0, min(at.under_way, each.place.searches) - each.under_way) for each in others)
+        return sum(max(0, min(state.running, each.executor.searches) - each.running) for each in others)
 
 
 @dataclasses.dataclass(eq=False)
-class _At:
-    """A place, the number of searches running there, and whether it takes none until it is opened again."""
+class _ExecutorState:
+    """An executor, the number of searches running there, and whether it takes none until it is opened again."""
 
-    place: Executor
-    under_way: int = 0
+    executor: Executor
+    running: int = 0
     lost: bool = False
 
 
@@ -340,12 +348,12 @@ def expected_s(task: Task, hardware: Hardware) -> float:
     """
     operation, problem = task.operation, task.problem
     library = operation.library
-    beside = any(
+    has_kernels = any(
         (task.backends is None or kernel.backend in task.backends) and kernel.supports(problem, hardware.target) is None
         for kernel in operation.kernels
         if kernel is not library
     )
-    trials = task.budget if beside else min(task.budget, LIBRARY_TRIALS)
+    trials = task.budget if has_kernels else min(task.budget, LIBRARY_TRIALS)
     run_s = model_of(operation, library, hardware).library_seconds(problem)
     search_s = trials * (TRIAL_S + hardware.abilities.repetitions[0] * run_s)
     return search_s if task.seconds is None else min(search_s, task.seconds)

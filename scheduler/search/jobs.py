@@ -47,9 +47,9 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
         job = tomllib.loads(text.removeprefix("\ufeff"))  # byte order mark of some editors
         require_shallow(job)
     except RecursionError:
-        raise ValueError(f"a job is TOML, nested no deeper than {DEEPEST} levels, and this one is") from None
+        raise ValueError(f"a job must be TOML with at most {DEEPEST} nested levels, found more") from None
     except ValueError as error:
-        raise ValueError(f"a job is TOML, and this is not: {error}") from error
+        raise ValueError(f"a job must be valid TOML: {error}") from error
     known = [*_SETTINGS, "fields", "problem"]
     for name in job:
         if name not in known:
@@ -58,7 +58,7 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
     if not isinstance(problems, list) or not all(isinstance(table, dict) for table in problems) or not problems:
         raise ValueError("a job needs at least one table [[problem]]")
     if not isinstance(fields, dict):
-        raise ValueError(f"the fields that problems share are a table [fields], not {fields!r}")
+        raise ValueError(f"[fields] of a job must be a table, found {fields!r}")
     _require_shared(job, fields, problems, own)
     return [_task(job, fields, table, own) for table in problems]
 
@@ -89,7 +89,7 @@ def _require_shared(
     known = {field.name for operation in operations for field in dataclasses.fields(operation.problem)}
     for name in fields:
         if name not in (*known, "count"):
-            raise ValueError(f"[fields] has {unknown(name, [*sorted(known), 'count'])}, which is no field of a problem")
+            raise ValueError(f"[fields] wants fields of the problems, found {unknown(name, [*sorted(known), 'count'])}")
     refused = []
     for operation in operations:
         try:
@@ -107,7 +107,7 @@ def _operation(name: str, own: Sequence[str]) -> Operation[Any]:
         raise ValueError(f"{error} (--own {name})" if ":" in name and name not in own else str(error)) from None
 
 
-def part(of: Sequence[T], text: str) -> list[T]:
+def part(items: Sequence[T], text: str) -> list[T]:
     """Returns every n-th element from the i-th, for the text ``i/n``: the share of one of n GPUs or hosts.
 
     Raises:
@@ -115,11 +115,11 @@ def part(of: Sequence[T], text: str) -> list[T]:
     """
     words = text.split("/")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"a part is written i/n, as in 1/4, not {text!r}")
+        raise ValueError(f"a part must be i/n, as in 1/4, found {text!r}")
     number, count = (int(word) for word in words)
     if not 1 <= number <= count:
-        raise ValueError(f"of {count} parts there is none of number {number}")
-    return list(of[number - 1 :: count])
+        raise ValueError(f"a part i/n must have 1 <= i <= n, found {number}/{count}")
+    return list(items[number - 1 :: count])
 
 
 def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str] | None:
@@ -129,14 +129,14 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
       ValueError: the operation has no such backend; the message lists the valid ones.
     """
     if not isinstance(text, str | None):
-        raise ValueError(f'backends={text!r} is no text: names with commas between them, or "pallas"')
+        raise ValueError(f'backends must be comma-separated names or "pallas", found {text!r}')
     names = [name.strip() for name in text.split(",")] if text is not None else None
     return named_backends(operation, names[0] if names and len(names) == 1 else names)
 
 
 def run(
     tasks: Iterable[Task | RangeTask | Malformed],
-    places: Sequence[Executor] | None = None,
+    executors: Sequence[Executor] | None = None,
     *,
     store: Store,
     runner: Runner | None = None,
@@ -152,52 +152,52 @@ def run(
 ) -> Generator[Result]:
     """Tunes the tasks that are not tuned yet, and yields the result of each task as it ends.
 
-    Malformed and already tuned tasks come first. Each place takes the next of the remaining tasks as soon as it is
+    Malformed and already tuned tasks come first. Each executor takes the next of the remaining tasks as soon as it is
     free. The order is that of `tasks` if only one search runs at a time, else by expected duration, longest first, so
-    that no long search is left to a single place at the end. A problem that another live process sharing `store` is
+    that no long search is left to a single executor at the end. A problem that another live process sharing `store` is
     tuning is left to that process. Several processes may therefore run the same job, and each problem is tuned once.
 
-    If a place is lost, its problem is retried once, by another place if there is one. A place that can be restarted
-    gets a second chance.
+    If an executor is lost, its problem is retried once, by another executor if there is one. An executor that can be
+    restarted gets a second chance.
 
     The searches of a range are yielded as they end, like those of single problems; the range's own result comes last
     (`RangeRun`).
 
     Args:
-      places: where problems are tuned, all with the same kind of chip; closed at the end.
+      executors: where problems are tuned, all with the same kind of chip; closed at the end.
       store: has the existing records, and receives every trial and record, from this process alone.
-      runner: runs the candidates, as the only place, instead of `places`; it is not closed.
+      runner: runs the candidates, as the only executor, instead of `executors`; it is not closed.
       options: instead of both, options of a runner that is started for all tasks and closed at the end.
       sampler: as in `tuner.tune`. A sampler object keeps its state between searches; a named sampler does not.
       l2: as in `tuner.tune`; problems measured cold are tuned again if `l2` is warm.
       force: tune again even if a valid record exists.
       first_error: as in `tuner.tune`; it ends the job.
-      in_order: keep the order of `tasks` even with several places.
+      in_order: keep the order of `tasks` even with several executors.
       bound: called from any thread when a search is about to start. Returns the task with its current limits, or None
         if no time is left: the task then has no result.
       progress: called before the first trial of each search and after every trial, from the calling thread.
 
     Raises:
       CandidateFailed: as `tuner.tune`.
-      SchedulerError: no place can be opened; with one place, the original error. Other errors of a task are in its
-        `Result`.
+      SchedulerError: no executor can be opened; with one executor, the original error. Other errors of a task are in
+        its `Result`.
     """
     listed = list(tasks)
     wanted = [task for task in listed if not isinstance(task, Malformed)]
-    if places is None:
-        places = (
+    if executors is None:
+        executors = (
             [DeviceExecutor.of(runner)]
             if runner is not None
-            else [DeviceExecutor.for_(task.operation, options) for task in wanted[:1]]
+            else [DeviceExecutor.for_operation(task.operation, options) for task in wanted[:1]]
         )
     pace = JobPace(len(wanted))
-    how = SearchOptions(seed, l2, force, first_error, sampler)
-    job = JobRun(wanted, places, store, how, pace, in_order=in_order, bound=bound or (lambda task: task))
+    search_options = SearchOptions(seed, l2, force, first_error, sampler)
+    job = JobRun(wanted, executors, store, search_options, pace, in_order=in_order, bound=bound or (lambda task: task))
 
     def stop() -> None:
         job.end()
-        for place in places:
-            place.close()
+        for executor in executors:
+            executor.close()
 
     with contextlib.ExitStack() as stack:
         stack.callback(job.release)
@@ -205,17 +205,17 @@ def run(
         yield from (Result(task, "failed", task.reason) for task in listed if isinstance(task, Malformed))
         if not wanted:
             return
-        threads = stack.enter_context(Threads[Executor, None](len(places), stop))
-        for place in places:
-            threads.start(place, functools.partial(job.serve, place))
+        threads = stack.enter_context(Threads[Executor, None](len(executors), stop))
+        for executor in executors:
+            threads.start(executor, functools.partial(job.serve, executor))
         try:
-            yield from _told(job, len(places), progress)
+            yield from _results(job, len(executors), progress)
         except BaseException:
             stop()
             raise
 
 
-def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
+def _results(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
     """Yields the results reported by `serving` threads, until each has ended."""
     while serving:
         interrupts.check()
@@ -229,8 +229,8 @@ def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) ->
             case Step():
                 if progress is not None:
                     progress(event)
-            case Lost(place, reason):
-                warn_safely(f"{place} is used no more: {reason}", stacklevel=3)
+            case Lost(executor, reason):
+                warn_safely(f"{executor} is no longer used: {reason}", stacklevel=3)
             case BaseException():
                 raise event
             case None:
@@ -241,7 +241,7 @@ _SETTINGS = ("operation", "budget", "effort", "seconds", "backends")
 
 
 def _task(
-    job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], named: Sequence[str]
+    job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], own_names: Sequence[str]
 ) -> Task | RangeTask | Malformed:
     settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
     own = {name: value for name, value in table.items() if name not in _SETTINGS}
@@ -249,9 +249,9 @@ def _task(
     try:
         name = settings.get("operation")
         if not isinstance(name, str):
-            raise ValueError('no operation: write operation = "matmul" (or yours) at the top of the job')
+            raise ValueError('no operation: add operation = "matmul" (or yours) at the top of the job')
         text = f"{name} {text}"
-        operation = _operation(name, named)
+        operation = _operation(name, own_names)
         fields_of = [field.name for field in dataclasses.fields(operation.problem)]
         count = 1 if "count" in fields_of else own.pop("count", 1)
         known = [*fields_of, *_SETTINGS, "count"]
@@ -261,7 +261,7 @@ def _task(
         return task_of(
             operation,
             {field: value_text(field, value) for field, value in both.items()},
-            budget=trials(*_how_many(job, table)),
+            budget=trials(*_budget_and_effort(job, table)),
             seconds=settings.get("seconds"),
             backends=parse_backends(operation, settings.get("backends")),
             count=count,
@@ -270,7 +270,7 @@ def _task(
         return Malformed(text, str(error))
 
 
-def _how_many(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
+def _budget_and_effort(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns budget and effort of one problem: its own, else the shared ones."""
     own = table if {"budget", "effort"} & set(table) else job
     return own.get("budget"), own.get("effort")

@@ -31,7 +31,7 @@ class Missed:
 
     Attributes:
       operation, problem: None if they cannot be loaded here.
-      settled: the schedule that a record or a range has provided since; None if the miss is open.
+      covered_by: the schedule that a record or a range has provided since; None if the miss is open.
       library_s: the library's predicted time of one call in seconds; None if it cannot be predicted.
       best_s: the best predicted time of another kernel; `library_s` if there is no such kernel; None if there is one
         without a predicted time.
@@ -41,7 +41,7 @@ class Missed:
     miss: Miss
     operation: Operation[Any] | None = None
     problem: Problem | None = None
-    settled: Entry | RangeAnswer | None = None
+    covered_by: Entry | RangeAnswer | None = None
     library_s: float | None = None
     best_s: float | None = None
     reason: str = ""
@@ -89,24 +89,24 @@ def _weighed(
     except (ValueError, RecursionError) as error:  # a store may contain any text
         return Missed(miss, reason=_unknown(miss, error))
     if hardware is None:
-        return Missed(miss, operation, problem, reason="the table has no such chip")
+        return Missed(miss, operation, problem, reason="the chip is not in the table of chips")
 
-    known = stored(operation, problem, hardware)
-    records = sorted(known.records, key=lambda record: record.estimated)
+    evidence = stored(operation, problem, hardware)
+    records = sorted(evidence.records, key=lambda record: record.estimated)
 
     def find(key: Key) -> list[Record]:
         return [record for record in records if record.key == key]
 
     # The order of `dispatch.stored`: measured evidence first, the problem's own record before a range.
     entries = (recheck(operation, problem, hardware, record) for record in find(key))
-    own = next((entry for entry in entries if isinstance(entry, Entry)), None)
-    if own is not None and not own.measurement.estimated:
-        return Missed(miss, operation, problem, settled=own)
-    lying = between(operation, problem, hardware, known.ranges, find)
-    if isinstance(lying, RangeAnswer) and (own is None or not lying.estimated):
-        return Missed(miss, operation, problem, settled=lying)
-    if own is not None:
-        return Missed(miss, operation, problem, settled=own)
+    record_entry = next((entry for entry in entries if isinstance(entry, Entry)), None)
+    if record_entry is not None and not record_entry.measurement.estimated:
+        return Missed(miss, operation, problem, covered_by=record_entry)
+    in_range = between(operation, problem, hardware, evidence.ranges, find)
+    if isinstance(in_range, RangeAnswer) and (record_entry is None or not in_range.estimated):
+        return Missed(miss, operation, problem, covered_by=in_range)
+    if record_entry is not None:
+        return Missed(miss, operation, problem, covered_by=record_entry)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
     try:
@@ -114,16 +114,16 @@ def _weighed(
     except NoCandidate as none:
         return Missed(miss, operation, problem, None, library_s, library_s, str(none))
     if not best.ranked:
-        unknown = f"{best.backend} declares no footprint to predict its time by"
+        unknown = f"{best.backend} declares no footprint, so its time cannot be predicted"
         return Missed(miss, operation, problem, None, best.library_s, None, unknown)
     return Missed(miss, operation, problem, None, best.library_s, best.predicted_s)
 
 
 def _unknown(miss: Miss, error: Exception) -> str:
     if miss.key.operation in OPERATIONS:
-        return f"it is no problem of {miss.key.operation} today: {error}"
-    where = f"--own {miss.place}" if miss.place else "--own file.py:NAME, once a file holds it"
-    return f"{miss.key.operation} is an operation of one's own: name it, {where}"
+        return f"the problem is no longer valid for {miss.key.operation}: {error}"
+    where = f"--own {miss.place}" if miss.place else "--own file.py:NAME, after saving it in a file"
+    return f"{miss.key.operation} is user-defined: give {where}"
 
 
 def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
@@ -132,13 +132,14 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
     The others are the last ones in the order, with a combined gain below `MIN_GAIN` of the total library time. Misses
     without a predicted gain are always worth a search.
     """
-    ordered = sorted((one for one in missed if one.settled is None and one.problem is not None), key=_order)
-    total_s, left_s, worth = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
+    ordered = sorted((one for one in missed if one.covered_by is None and one.problem is not None), key=_order)
+    total_s, left_s, selected = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
     for one in reversed(ordered):
         left_s += one.gain_s or 0.0
         if one.gain_s is None or (left_s >= MIN_GAIN * total_s and one.gain_s > 0):
-            worth.add(one.miss.key)
-    return [one for one in ordered if one.miss.key in worth], [one for one in ordered if one.miss.key not in worth]
+            selected.add(one.miss.key)
+    others = [one for one in ordered if one.miss.key not in selected]
+    return [one for one in ordered if one.miss.key in selected], others
 
 
 class TimeBudget:

@@ -43,7 +43,7 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
     if isinstance(named, optuna.samplers.BaseSampler):
         return named
     if not isinstance(named, str):
-        raise TypeError(f"sampler={named!r} is neither a sampler of Optuna nor a name of one")
+        raise TypeError(f"sampler must be an Optuna sampler or the name of one, found {named!r}")
     if ":" in named:
         try:
             made = value_of(named)
@@ -51,10 +51,10 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
             raise ValueError(f"the sampler {named} cannot be loaded: {error}") from error
         made = made(seed=seed) if callable(made) else made
         if not isinstance(made, optuna.samplers.BaseSampler):
-            raise ValueError(f"{named} is no sampler of Optuna, nor does it return one, but {type(made).__name__}")
+            raise ValueError(f"{named} must be or return an Optuna sampler, found {type(made).__name__}")
         return made
     if named not in SAMPLERS:
-        raise ValueError(f"no sampler {named!r}: there are {', '.join([MODEL, *SAMPLERS])}, and module:NAME")
+        raise ValueError(f"unknown sampler {named!r}: use {', '.join([MODEL, *SAMPLERS])}, or module:NAME")
     name, package = SAMPLERS[named]
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"the sampler {named} needs a package that is not installed: pip install {package}")

@@ -40,7 +40,7 @@ BRIEF_PER_STEP = 3
 # Two points closer than this, as a share of the lower value, get no point between them.
 NEAREST = 1 / 8
 # A schedule is as good as the winner if it is slower by at most this share. The difference is not worth a search.
-MAX_DIFFERENCE_OF_ALIKE = 0.02
+MAX_DIFFERENCE = 0.02
 HELD_OUT = 5
 
 
@@ -77,8 +77,8 @@ class RangeRun:
       store: receives the range.
     """
 
-    def __init__(self, task: RangeTask, how: SearchOptions, hardware: Hardware, store: Store) -> None:
-        self.task, self._how, self._hardware, self._store = task, how, hardware, store
+    def __init__(self, task: RangeTask, options: SearchOptions, hardware: Hardware, store: Store) -> None:
+        self.task, self._options, self._hardware, self._store = task, options, hardware, store
         self.result: Result | None = None  # set when the range has ended
         self._records: dict[int, Record] = {}
         self._failed: dict[int, str] = {}
@@ -92,7 +92,7 @@ class RangeRun:
 
     def begin(self) -> list[Task]:
         """Returns the tasks of the first round. If no value is a valid problem, returns none and sets `result`."""
-        return self._round(self._whole(self._steps)) or self._next()
+        return self._round(self._full_searches(self._steps)) or self._next()
 
     def ended(self, task: Task, result: Result | None) -> list[Task]:
         """Records the result of a task (None: not started). After the last one of a round, returns the next round."""
@@ -103,12 +103,12 @@ class RangeRun:
             if self._range is None:
                 self._records[value] = result.record
             else:
-                self._judge(value, result.record)
+                self._evaluate(value, result.record)
         elif self._range is None:
-            self._failed[value] = "it was not begun" if result is None else result.reason
+            self._failed[value] = "not started" if result is None else result.reason
         return [] if self._pending else self._next()
 
-    def likely(self) -> tuple[int, float]:
+    def estimate_rest(self) -> tuple[int, float]:
         """Estimates how many searches follow the current round, and their total time in seconds."""
         if self._range is not None or self.result is not None:
             return 0, 0.0
@@ -124,15 +124,15 @@ class RangeRun:
 
     def _next(self) -> list[Task]:
         if self._range is None:
-            if tasks := self._round(self._between()):
+            if tasks := self._round(self._next_searches()):
                 return tasks
             points = sorted(self._records)
             if len(points) < 2:
                 first = next(iter(self._failed.values()), "")
                 self.result = Result(self.task, "failed", f"fewer than two of its points have a record: {first}")
                 return []
-            self._range = self._made(points)
-            if tasks := self._round(self._drawn()):
+            self._range = self._store_range(points)
+            if tasks := self._round(self._held_out_tasks()):
                 return tasks
         self._finish(self._range)
         return []
@@ -141,7 +141,7 @@ class RangeRun:
         self._pending = {getattr(task.problem, self.task.field) for task in tasks}
         return list(tasks)
 
-    def _whole(self, values: Sequence[int]) -> list[Task]:
+    def _full_searches(self, values: Sequence[int]) -> list[Task]:
         tasks = []
         for value in values:
             try:
@@ -150,32 +150,32 @@ class RangeRun:
                 self._failed[value] = str(error)
         return tasks
 
-    def _between(self) -> list[Task]:
+    def _next_searches(self) -> list[Task]:
         """Returns the tasks of the next round, between neighbouring points; none if no search is worthwhile."""
-        asked = sorted({*self._records, *self._failed})
+        tried = sorted({*self._records, *self._failed})
         reached = range(min(self._records, default=0), max(self._records, default=0) + 1)
         unsure: list[tuple[float, Task | None]] = []
         edges: list[int] = []
-        for low, high in itertools.pairwise(asked):
+        for low, high in itertools.pairwise(tried):
             middle = (low + high) // 2
             if middle == low or high - low <= NEAREST * low:
                 continue
             if low in self._records and high in self._records:
-                if (low in self._steps and high in self._steps) or not self._alike(low, high):
-                    unsure.append((high / low, self._check(middle, low, high)))
+                if (low in self._steps and high in self._steps) or not self._winners_agree(low, high):
+                    unsure.append((high / low, self._brief_search(middle, low, high)))
             elif (low in self._records and high not in reached) or (high in self._records and low not in reached):
                 edges.append(middle)
         left = BRIEF_PER_STEP * (len(self._steps) - 1) - self._brief
         checks = [task for _, task in sorted(unsure, key=lambda each: -each[0])[:left] if task is not None]
         self._brief += len(checks)
-        return [*checks, *self._whole(edges)]
+        return [*checks, *self._full_searches(edges)]
 
-    def _alike(self, low: int, high: int) -> bool:
+    def _winners_agree(self, low: int, high: int) -> bool:
         """Whether the winner at one of the two values does as well as the other winner when run at the other value."""
         here, there = self._records[low], self._records[high]
         return _as_good(here, there) or _as_good(there, here)
 
-    def _check(self, value: int, low: int, high: int) -> Task | None:
+    def _brief_search(self, value: int, low: int, high: int) -> Task | None:
         """Returns the brief search at a value between two neighbours; None if the problem is not valid."""
         leading: dict[Point, None] = {}
         for record in (self._records[low], self._records[high]):
@@ -187,7 +187,7 @@ class RangeRun:
             return None
         return dataclasses.replace(task, budget=min(BRIEF, task.budget), first=tuple(leading), brief=True)
 
-    def _made(self, points: Sequence[int]) -> Range:
+    def _store_range(self, points: Sequence[int]) -> Range:
         """Stores and returns the range, without held-out values. Calls can use it from now on."""
         newest = max((self._records[point].environment for point in points), key=lambda environment: environment.date)
         made = Range(
@@ -200,22 +200,22 @@ class RangeRun:
             tuple(points),
             newest,
         )
-        self._keep(made)
+        self._put(made)
         return made
 
-    def _keep(self, of: Range) -> bool:
+    def _put(self, of: Range) -> bool:
         try:
             self._store.ranges.put(of)
         except StoreError as error:
-            text.warn_safely(f"{error} (the range {of} is not kept)")
+            text.warn_safely(f"{error} (the range {of} is not stored)")
             return False
         return True
 
-    def _drawn(self) -> list[Task]:
+    def _held_out_tasks(self) -> list[Task]:
         """Returns full searches at log-uniform random values that are not points of the range."""
         assert self._range is not None
         tasks = []
-        for value in _values_between(self._range, random.Random(f"{self._how.seed} {self._range}")):
+        for value in _values_between(self._range, random.Random(f"{self._options.seed} {self._range}")):
             if (problem := _problem(self.task, value)) is None:
                 continue
             answer = self._answer(problem)
@@ -235,7 +235,7 @@ class RangeRun:
 
         return between(self.task.operation, problem, self._hardware, [self._range], find, backends=self.task.backends)
 
-    def _judge(self, value: int, record: Record) -> None:
+    def _evaluate(self, value: int, record: Record) -> None:
         """Compares the range's schedule at `value` with the record of a search there, if that search timed it."""
         problem = _problem(self.task, value)
         answer = self._answer(problem) if problem is not None else ""
@@ -250,9 +250,9 @@ class RangeRun:
         match times.get(which):
             case Failure() as failure:
                 if AllFailed(answer.backend, 1, failure, 1).own:
-                    what = choice_text(answer.backend, answer.schedule)
+                    choice = choice_text(answer.backend, answer.schedule)
                     self._broken.append(
-                        f"at {self.task.field}={value} it would answer {what}, and that fails: {failure}"
+                        f"at {self.task.field}={value} the range selects {choice}, which fails: {failure}"
                     )
             case Measurement(median_s=answered_s):
                 measured = {point: time.median_s for point, time in times.items() if isinstance(time, Measurement)}
@@ -268,11 +268,11 @@ class RangeRun:
             return
         held_out = tuple(sorted(self._held_out, key=lambda held: held.value))
         made = dataclasses.replace(made, held_out=held_out)
-        kept = self._keep(made)
+        kept = self._put(made)
         state: Literal["tuned", "known"] = "tuned" if self._searched else "known"
-        self.result = Result(self.task, state, self._left_out(made), self._hardware, stored=kept, range=made)
+        self.result = Result(self.task, state, self._uncovered(made), self._hardware, stored=kept, range=made)
 
-    def _left_out(self, made: Range) -> str:
+    def _uncovered(self, made: Range) -> str:
         """Lists the requested values that the range does not cover, with the reasons; "" if it covers all."""
         field, (first, *_, last) = self.task.field, made.points
         words = []
@@ -288,7 +288,7 @@ def _as_good(one: Record, other: Record) -> bool:
     won = point_of(one.winner.backend, one.winner.schedule)
     if won == point_of(other.winner.backend, other.winner.schedule):
         return True
-    limit_s = (1 + MAX_DIFFERENCE_OF_ALIKE) * other.winner.measurement.median_s
+    limit_s = (1 + MAX_DIFFERENCE) * other.winner.measurement.median_s
     times = {point_of(entry.backend, entry.schedule): entry.measurement.median_s for entry in other.entries}
     return times.get(won, math.inf) <= limit_s
 

@@ -26,7 +26,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 # A winner within this share of the fastest is still valid; a larger excess is worth a new search.
-WITHIN = 0.03
+MAX_EXCESS = 0.03
 # The rivals of one record keep about this many compile processes busy; each rival is compiled once.
 COMPILERS_OF_A_RECORD = 4
 
@@ -82,7 +82,7 @@ def reverify(
     operation: Operation[Any] | None = None,
     runner: Runner | None = None,
     options: RunnerOptions | None = None,
-    within: float = WITHIN,
+    within: float = MAX_EXCESS,
     seed: int = 0,
 ) -> Iterator[VerifyResult]:
     """Measures each record's entries, the library and the model's choice, interleaved. Yields verdicts on the winners.
@@ -106,37 +106,37 @@ def reverify(
     for record in records:
         if record.estimated:
             yield VerifyResult(
-                record, "elsewhere", "it was estimated by the compiler: there are no times to take again; tune it"
+                record, "elsewhere", "it is an estimate of the compiler, without a time to measure again; tune it"
             )
             continue
         try:
             named.append((operation or load_known(record.key.operation), record))
         except ValueError as error:
-            yield VerifyResult(record, "elsewhere", f"{error}; name it: --operation file.py:NAME")
+            yield VerifyResult(record, "elsewhere", f"{error}; give --operation file.py:NAME")
     with contextlib.ExitStack() as stack:
         if named and runner is None:
             runner = start_runner(named[0][0], options)
             stack.callback(runner.close)
-        here: list[_Judged] = []
-        for theirs, record in named:
+        to_verify: list[_RecordToVerify] = []
+        for own, record in named:
             assert runner is not None
             if record.key.hardware != runner.hardware.id:
-                yield VerifyResult(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
-            elif isinstance(judged := _judged(theirs, record, runner), VerifyResult):
-                yield judged
+                yield VerifyResult(record, "elsewhere", f"it is for another chip than this one, {runner.hardware.id}")
+            elif isinstance(prepared := _prepared(own, record, runner), VerifyResult):
+                yield prepared
             else:
-                here.append(judged)
-        if not here or runner is None:
+                to_verify.append(prepared)
+        if not to_verify or runner is None:
             return
         at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // COMPILERS_OF_A_RECORD)
         verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
-        threads = stack.enter_context(Threads[_Judged, VerifyResult](at_once, runner.close))
-        for _, reached in threads.map(verdict, here):
+        threads = stack.enter_context(Threads[_RecordToVerify, VerifyResult](at_once, runner.close))
+        for _, reached in threads.map(verdict, to_verify):
             yield reached
 
 
 @dataclasses.dataclass(frozen=True)
-class _Judged:
+class _RecordToVerify:
     """A record to measure."""
 
     operation: Operation[Any]
@@ -144,34 +144,36 @@ class _Judged:
     record: Record
 
 
-def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | VerifyResult:
+def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _RecordToVerify | VerifyResult:
     try:
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
-        return VerifyResult(record, "broken", f"its problem is none of {operation.name} today: {error}")
+        return VerifyResult(record, "broken", f"its problem is no longer valid for {operation.name}: {error}")
     if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, record), str):
         return VerifyResult(record, "broken", f"{reason}; tune it again")
     try:
         runner.capacity(operation, problem, record.winner.measurement.l2)
-        return _Judged(operation, problem, record)
+        return _RecordToVerify(operation, problem, record)
     except NoCandidate as error:
         return VerifyResult(record, "broken", str(error))
 
 
-def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> VerifyResult:
-    operation, problem, record = judged.operation, judged.problem, judged.record
+def _verdict(item: _RecordToVerify, runner: Runner, within: float, seed: int) -> VerifyResult:
+    operation, problem, record = item.operation, item.problem, item.record
     rivals = _rivals(operation, problem, runner.hardware, record)
-    with runner.holding(operation, problem, record.winner.measurement.l2):
+    with runner.reserve(operation, problem, record.winner.measurement.l2):
         rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
-    ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
+    measured = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
     refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
     won = rivals[0].now
     if isinstance(won, Failure):
         return VerifyResult(record, "broken", str(won), rivals, refreshed)
-    best = min(ran, key=lambda index: ran[index].median_s)
-    excess = won.median_s / ran[best].median_s - 1
+    best = min(measured, key=lambda index: measured[index].median_s)
+    excess = won.median_s / measured[best].median_s - 1
     if excess > within:
-        return VerifyResult(record, "slower", f"{_words(rivals[best])}, is {faster_text(excess)}", rivals, refreshed)
+        return VerifyResult(
+            record, "slower", f"{_description(rivals[best])}, is {faster_text(excess)}", rivals, refreshed
+        )
     return VerifyResult(record, "holds", "", rivals, refreshed)
 
 
@@ -231,8 +233,8 @@ def _timed(
     for label, rival in by_label.items():
         if isinstance(now[label], Measurement):
             kernel = operation.kernel(rival.backend)
-            asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
-            racing.append(final_comparison.Contender(label, kernel.library, asked, kernel.taken_apart))
+            onchip = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
+            racing.append(final_comparison.Contender(label, kernel.library, onchip, kernel.loses_ties))
     ended = final_comparison.run_off_finalists(
         runner,
         racing,
@@ -278,5 +280,5 @@ def _label(rival: Remeasured) -> str:
     return label_of(rival.backend, rival.schedule)
 
 
-def _words(rival: Remeasured) -> str:
+def _description(rival: Remeasured) -> str:
     return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"

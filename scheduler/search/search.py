@@ -80,7 +80,7 @@ class Search:
     @property
     def excluded(self) -> int:
         """Number of untried candidates with a lower bound above the fastest time so far."""
-        return int(np.delete(self._hopeless(), [*self._running, *self._seconds]).sum())
+        return int(np.delete(self._cannot_win(), [*self._running, *self._seconds]).sum())
 
     @property
     def reason(self) -> str:
@@ -95,12 +95,12 @@ class Search:
             return f"the last {self._patience} trials brought nothing, and less than {_NOTHING:.1%} is expected"
         return ""
 
-    def _hopeless(self) -> Mask:
+    def _cannot_win(self) -> Mask:
         """Mask of the candidates that cannot beat the fastest time so far."""
         return self._floors > (self.best[1] if self.best is not None else np.inf)
 
     def _update_free(self) -> None:
-        self._space.free = ~self._hopeless()
+        self._space.free = ~self._cannot_win()
         self._space.free[[*self._running, *self._seconds]] = False
 
     def _idle(self) -> int:

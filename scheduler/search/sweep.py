@@ -37,7 +37,7 @@ ROUNDS = 10
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
     """Returns the file name of a sweep: ``matmul-m64-n64-k64.jsonl.gz``."""
-    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.told().items())])
+    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.non_default_fields().items())])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
 
@@ -86,7 +86,7 @@ def sweep(
     arguments.checked_integer("again", again, least=0)
     runner.capacity(operation, problem)  # raises if the problem does not fit in memory, before the sweep is planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
-    with Recorder(path, head) as recorder, runner.holding(operation, problem):
+    with Recorder(path, head) as recorder, runner.reserve(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
         _require_unchanged(operation, problem, runner, trials, path)
@@ -98,26 +98,26 @@ def sweep(
 
         pace = Pace(runner.slots)
 
-        def tell() -> None:
+        def report() -> None:
             if progress is not None:
                 elapsed_s, left_s = time.perf_counter() - started, pace.left_s(len(chosen) - len(trials))
                 best, last = trials[min(times)[1]] if times else None, trials[-1] if trials else None
                 progress(Progress(len(trials), len(chosen), best, last, elapsed_s, left_s, resumed))
 
-        tell()
+        report()
 
         def measure(c: Candidate) -> Outcome:
             return pace.timed(lambda: runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions)))
 
         with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
-                print_of = fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
-                trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, print_of)
+                digest = fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
+                trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, digest)
                 trials.append(trial)
                 recorder.add(trials[-1])
                 if isinstance(outcome, Measurement):
                     times.append((outcome.median_s, len(trials) - 1))
-                tell()
+                report()
         fastest = second_pass(recorder.sweep, trials)
         if len(recorder.again) < len(fastest):
             recorder.add_again(_measured_again(operation, problem, runner, fastest, recorder.sweep))
@@ -131,8 +131,8 @@ def _require_unchanged(
     for trial in trials:
         if trial.fingerprint and trial.fingerprint != fingerprint(operation, problem, runner, trial):
             raise RecordingError(
-                f"{path} holds a sweep of another {trial.backend} kernel, which was edited since; delete it, or name "
-                "another file"
+                f"{path} has a sweep of an earlier version of the {trial.backend} kernel; delete the file, or choose "
+                "another one"
             )
 
 
@@ -195,7 +195,7 @@ def _plan(
         dropped.update(pruned.dropped)
     legal = [*libraries, *schedules]
     if not legal:
-        raise NoCandidate(f"nothing of {operation.name} {problem} can run on {runner.hardware.kind}: {refused}")
+        raise NoCandidate(f"no schedule of {operation.name} {problem} can run on {runner.hardware.kind}: {refused}")
     if sample is not None and sample >= len(schedules):
         sample = None
     # Sort by an order that does not depend on the model, so that the draw does not either.
@@ -253,7 +253,7 @@ def recorded_measurements(operation: Operation[Any], path: Path) -> Measured:
     """
     head, trials = replay.read(path)
     if head.operation != operation.name:
-        raise RecordingError(f"{path} holds a sweep of {head.operation}, not of {operation.name}")
+        raise RecordingError(f"{path} must be a sweep of {operation.name}, found {head.operation}")
     chip = chips.swept(head)
     latest = {point_of(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
     return Measured(chip, {operation.problem.from_canonical(head.problem): list(latest.values())}, [head.environment])
@@ -296,10 +296,10 @@ def merged_measurements(parts: Iterable[Measured]) -> Measured:
     several = list(parts)
     if names := {part.hardware.id for part in several} - {several[0].hardware.id if several else ""}:
         raise RecordingError(
-            f"these were measured on several chips ({', '.join(sorted(names))}, ...): take one at a time"
+            f"measurements must be from one chip, found several ({', '.join(sorted(names))}, ...): use one at a time"
         )
     if not several:
-        raise RecordingError("nothing was measured: name recorded sweeps")
+        raise RecordingError("no measurements found: give recorded sweeps")
     trials: dict[Problem, list[Trial]] = {}
     for part in several:
         for problem, made in part.trials.items():

@@ -30,7 +30,7 @@ def trials(budget: int | None, effort: str | None) -> int:
     if effort is None:
         return BUDGET if budget is None else budget
     if budget is not None:
-        raise ValueError(f"budget={budget} and effort={effort!r} both say how many trials: give one of them")
+        raise ValueError(f"budget={budget} and effort={effort!r} both set the number of trials: give one of them")
     return EFFORTS[arguments.checked_choice("effort", effort, tuple(EFFORTS))]
 
 
@@ -223,12 +223,12 @@ def value_text(name: str, value: Any) -> str:
     """
     if not isinstance(value, list):
         if not isinstance(value, (int, str)):
-            raise ValueError(f"{name}={value!r} is no integer, truth value or string")
+            raise ValueError(f"{name} must be an integer, a bool or a string, found {value!r}")
         return str(value)
     if len(value) != 2 or any(type(end) is not int for end in value):
         raise ValueError(
-            f"{name}={value!r} is no range: that is two integers, the lowest and the highest value, [1, 8192]; several "
-            "values are a [[problem]] each"
+            f"{name} must be a value or a range of two integers such as [1, 8192], found {value!r}; write one "
+            "[[problem]] per value"
         )
     return f"{value[0]}..{value[1]}"
 
@@ -246,26 +246,22 @@ def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, P
     if not ranged:
         for name in named:
             if name in typing.get_type_hints(operation.problem):
-                raise ValueError(f"{name}={texts[name]}: {name} is no extent, and only an extent may be a range")
+                raise ValueError(f"{name}={texts[name]}: only an extent may be a range")
         return None
     if len(ranged) > 1:
         raise ValueError(
-            f"{' and '.join(ranged)} are ranges, and a problem has one at most: write a problem for each value of one "
-            "of them"
+            f"only one field may be a range, found {' and '.join(ranged)}; write one problem per value of the others"
         )
     ((name, found),) = ranged.items()
     low, high = int(found[1]), int(found[2])
     if low >= high:
         other = f"write {name}={low}" if low == high else f"write {name}={high}..{low}"
-        raise ValueError(f"{name}={low}..{high} is no range, which goes from a lowest to a higher value: {other}")
+        raise ValueError(f"{name}={low}..{high}: a range must increase: {other}")
     if low < 1:
-        raise ValueError(f"{name}={low}..{high}: an extent is at least 1")
+        raise ValueError(f"{name}={low}..{high}: an extent must be at least 1")
     lowest, highest = (operation.problem.parse({**texts, name: str(value)}) for value in (low, high))
     if _shapes(lowest) == _shapes(highest):
-        raise ValueError(
-            f"{name}={low}..{high}: {name} is no extent, for no array's shape depends on it, and only an extent may be "
-            "a range"
-        )
+        raise ValueError(f"{name}={low}..{high}: only an extent may be a range, and no array's shape depends on {name}")
     return name, lowest, highest
 
 

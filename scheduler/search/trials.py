@@ -28,7 +28,7 @@ from scheduler.model.pruning import Candidate
 from scheduler.store.lease import Leases
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
 class TrialStore(Leases, Protocol):
@@ -39,7 +39,7 @@ class TrialStore(Leases, Protocol):
     def nearest(self, near: Near) -> list[Record]: ...
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
     def add_trial(
-        self, key: Key, trial: Trial, environment: Environment, described: Described | None = None
+        self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None
     ) -> None: ...
     def replace_trial(self, key: Key, trial: Trial) -> None: ...
     def finish(self, key: Key) -> None: ...
@@ -57,7 +57,7 @@ class BestEffortWriter:
 
     def __init__(self, store: TrialStore | None) -> None:
         self.store = store
-        self._left: collections.deque[Callable[[TrialStore], None]] = collections.deque()
+        self._queue: collections.deque[Callable[[TrialStore], None]] = collections.deque()
 
     def prepare(self) -> None:
         """Starts a thread that creates Optuna's tables while the first candidate compiles."""
@@ -66,18 +66,18 @@ class BestEffortWriter:
 
     def later(self, write: Callable[[TrialStore], None]) -> None:
         """Queues a write for the next `flush`."""
-        self._left.append(write)
+        self._queue.append(write)
 
     def flush(self) -> None:
         """Runs the queued writes, in order."""
-        while self._left:
+        while self._queue:
             try:
                 if self.store is not None:
-                    self._left[0](self.store)
+                    self._queue[0](self.store)
             except StoreError as error:
                 self.store = None
-                text.warn_safely(f"{error} (the search goes on without it)")
-            self._left.popleft()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
+                text.warn_safely(f"{error} (the search continues without the store)")
+            self._queue.popleft()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
 
     def write(self, write: Callable[[TrialStore], None]) -> None:
         """Runs the queued writes, then this one."""
@@ -103,10 +103,10 @@ class Trials:
       key, environment: of the search.
       candidates: all candidates; other arguments refer to them by index.
       known: trials of an earlier run of this search.
-      keeping: receives every trial as it ends.
+      writer: receives every trial as it ends.
       first_error: raise the first failure of a candidate, except the library's.
       fingerprint: returns the fingerprint of a measured candidate, as in `Trial`.
-      described: returns the parameters of a candidate and their distributions, for Optuna's dashboard.
+      parameters: returns the parameters of a candidate and their distributions, for Optuna's dashboard.
 
     Attributes:
       ended: candidate index -> its trial, in the order in which the trials ended.
@@ -120,15 +120,15 @@ class Trials:
         environment: Environment,
         candidates: Sequence[Candidate],
         known: Mapping[Versioned, Trial],
-        keeping: BestEffortWriter,
+        writer: BestEffortWriter,
         *,
         first_error: bool,
         fingerprint: Callable[[Candidate], str],
-        described: Callable[[Candidate], Described] | None = None,
+        parameters: Callable[[Candidate], Parameters] | None = None,
     ) -> None:
-        self._fingerprint, self._described = fingerprint, described
+        self._fingerprint, self._parameters = fingerprint, parameters
         self._key, self._environment, self._candidates = key, environment, candidates
-        self._keeping, self._first_error = keeping, first_error
+        self._writer, self._first_error = writer, first_error
         place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
         self.ended: dict[int, Trial] = {place[which]: trial for which, trial in known.items() if which in place}
         self.resumed = len(self.ended)
@@ -153,8 +153,8 @@ class Trials:
         self.ended[index] = trial
         if isinstance(outcome, Measurement):
             self.fastest_s = min(outcome.median_s, self.fastest_s or outcome.median_s)
-        described = self._described(c) if self._described is not None and self._keeping.store is not None else None
-        self._keeping.later(lambda store: store.add_trial(self._key, trial, self._environment, described))
+        parameters = self._parameters(c) if self._parameters is not None and self._writer.store is not None else None
+        self._writer.later(lambda store: store.add_trial(self._key, trial, self._environment, parameters))
         return trial
 
     def refute(self, index: int, failure: Failure) -> None:
@@ -165,7 +165,7 @@ class Trials:
         """
         self._raise_first(index, failure)
         trial = self.ended[index] = dataclasses.replace(self.ended[index], outcome=failure)
-        self._keeping.later(lambda store: store.replace_trial(self._key, trial))
+        self._writer.later(lambda store: store.replace_trial(self._key, trial))
 
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self._candidates[index]

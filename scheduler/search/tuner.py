@@ -69,7 +69,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 if TYPE_CHECKING:
-    from scheduler.search.describing import Describing
+    from scheduler.search.describing import TrialParameters
 
 # Trials in a row without an improvement after which a search stops, if no further improvement is expected. The second
 # value applies to budgets above the default.
@@ -225,7 +225,7 @@ class _Tuning:
         self.operation, self.problem, self.runner, self.sampler = operation, problem, runner, sampler
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
-        self.keeping = BestEffortWriter(store)
+        self.writer = BestEffortWriter(store)
         self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
@@ -244,12 +244,12 @@ class _Tuning:
     ) -> Record:
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
-        if self.keeping.store is not None:
-            refuse_to_replace_measured(self.key, self.runner.hardware, self.keeping.store)
+        if self.writer.store is not None:
+            refuse_to_replace_measured(self.key, self.runner.hardware, self.writer.store)
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
-            self._refuse_hours(allowed)
+            self._reject_long_search(allowed)
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
-        with self.runner.holding(self.operation, self.problem, self.l2, to_itself=seconds is not None):
+        with self.runner.reserve(self.operation, self.problem, self.l2, exclusive=seconds is not None):
             known, near = self._known(), self._near()
             self.candidates = collect(
                 self.operation,
@@ -261,23 +261,23 @@ class _Tuning:
                 near=near,
                 first=first,
             )
-            of, here, keeping = self.candidates.of, self.runner.environment, self.keeping
+            of, environment, writer = self.candidates.of, self.runner.environment, self.writer
             self.trials = Trials(
                 self.key,
-                here,
+                environment,
                 of,
                 known,
-                keeping,
+                writer,
                 first_error=self.first_error,
                 fingerprint=self.fingerprint,
-                described=self._describing(),
+                parameters=self._trial_parameters(),
             )
-            keeping.prepare()
-            with keeping:
+            writer.prepare()
+            with writer:
                 self._search(seconds, seed, progress)
                 chosen = finalists(self.trials, self._confirm, self.runner)
                 if not chosen:
-                    self._end_without_answer()
+                    self._fail_without_result()
                 entries, verdict = self._run_off(chosen, seed)
         record = Record(
             key=self.key,
@@ -295,19 +295,19 @@ class _Tuning:
             brief=brief,
             reference=reference(self.operation, self.problem, self.runner),
         )
-        self.keeping.write(lambda store: store.put(record))
+        self.writer.write(lambda store: store.put(record))
         return record
 
-    def _end_without_answer(self) -> NoReturn:
+    def _fail_without_result(self) -> NoReturn:
         """Marks the search as finished, so that a later `tune` tries every candidate again, and raises NoCandidate."""
-        self.keeping.write(lambda store: store.finish(self.key))
+        self.writer.write(lambda store: store.finish(self.key))
         failed = collections.Counter(str(trial.outcome) for trial in self.trials.ended.values())
         raise NoCandidate(
             f"none of {self.candidates.size} schedules of {self.key} ran: dropped {counted(self.candidates.dropped)}; "
             f"failed {counted(failed)}"
         )
 
-    def _refuse_hours(self, allowed: frozenset[str]) -> None:
+    def _reject_long_search(self, allowed: frozenset[str]) -> None:
         """Raises TakesHours if interpreting the candidates would take too long."""
 
         def estimate_s(problem: Problem) -> float:
@@ -330,14 +330,14 @@ class _Tuning:
         time_s = f"{wanted_s / 60:.0f} minutes" if wanted_s < 7200 else f"{wanted_s / 3600:.0f} hours"
         raise TakesHours(
             f"{self.operation.name} {self.problem} takes {time_s} or more to tune on a CPU, where Pallas kernels are "
-            f"interpreted: {instead}say for how long to search (--seconds 600, seconds=600)"
+            f"interpreted: {instead}set a time limit (--seconds 600, seconds=600)"
         )
 
     def _known(self) -> dict[Versioned, Trial]:
         """Returns measurements of an interrupted run of this search, made with the same kernels and conditions."""
-        if self.keeping.store is None:
+        if self.writer.store is None:
             return {}
-        made = self.keeping.store.trials(self.key, self.runner.environment, unfinished=True)
+        made = self.writer.store.trials(self.key, self.runner.environment, unfinished=True)
         here = timing_conditions(self.problem, self.runner.hardware, self.l2)
         return {
             versioned(trial): trial
@@ -349,19 +349,19 @@ class _Tuning:
 
     def _near(self) -> list[Neighbour]:
         """Returns similar problems in the store."""
-        if self.keeping.store is None:
+        if self.writer.store is None:
             return []
-        records = self.keeping.store.nearest(
+        records = self.writer.store.nearest(
             near(self.operation, self.problem, self.runner.hardware, within=WORTH_A_TRIAL)
         )
         return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
 
-    def _describing(self) -> Describing | None:
-        if self.keeping.store is None:
+    def _trial_parameters(self) -> TrialParameters | None:
+        if self.writer.store is None:
             return None
-        from scheduler.search.describing import Describing
+        from scheduler.search.describing import TrialParameters
 
-        return Describing(self.operation, self.problem, self.runner.hardware.target)
+        return TrialParameters(self.operation, self.problem, self.runner.hardware.target)
 
     def _search(self, seconds: float | None, seed: int, progress: Callable[[Progress], None] | None) -> None:
         from scheduler.search.search import Search  # importing Optuna takes 0.4 s; a cache hit does not need it
@@ -395,29 +395,29 @@ class _Tuning:
 
         if progress is not None:
             progress(step(next(reversed(trials.values()), None)))
-        told: Progress | None = None
+        latest: Progress | None = None
         with Threads[int, Outcome](self.runner.slots, self.runner.close) as threads:
             while True:
                 # The first trial (of a library program, if there is one) always runs, even after the time limit: a
                 # record needs an entry.
-                begun = threads.running or (programs[0] in trials if programs else trials)
-                late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
-                while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
+                has_first = threads.running or (programs[0] in trials if programs else trials)
+                out_of_time = seconds is not None and bool(has_first) and time.perf_counter() - started > seconds
+                while not out_of_time and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if threads.running < self._capacity():
                     self._compile_ahead()
-                self.keeping.flush()  # while the device runs the next candidates
-                if told is not None and progress is not None:
-                    progress(told)
+                self.writer.flush()  # while the device runs the next candidates
+                if latest is not None and progress is not None:
+                    progress(latest)
                 if not threads.running:
-                    self.stopped = f"the {seconds:g} s are over" if late else search.reason
+                    self.stopped = f"the {seconds:g} s are over" if out_of_time else search.reason
                     self.excluded = search.excluded
                     return
                 index, outcome = threads.next()
                 trial = self.trials.end(index, outcome)
                 search.tell(index, time_of(trial))
                 best = trials[self.trials.measured()[0]] if self.trials.fastest_s is not None else None
-                told = step(trial)
+                latest = step(trial)
 
     def _capacity(self) -> int:
         return self.runner.capacity(self.operation, self.problem, self.l2)
@@ -463,12 +463,12 @@ class _Tuning:
         """
         if len(chosen) == 1:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
-        yields = self.operation.library.taken_apart
+        loses_ties = self.operation.library.loses_ties
         rivals = {
-            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and yields): index
+            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and loses_ties): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
-        labelled = {rival.label: index for rival, index in rivals.items()}
+        index_of = {rival.label: index for rival, index in rivals.items()}
         if self.repetitions_of_round:
             ended = run_off_finalists(
                 self.runner,
@@ -479,10 +479,10 @@ class _Tuning:
         else:
             once = {rival: self.trials.ended[i].outcome for rival, i in rivals.items()}
             ended = rank_once({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
-        times: dict[int, Outcome] = {labelled[label]: ended.times[label] for label in ended.order}
+        times: dict[int, Outcome] = {index_of[label]: ended.times[label] for label in ended.order}
         if times:
             for label, failure in ended.failures.items():
-                self.trials.refute(labelled[label], failure)
+                self.trials.refute(index_of[label], failure)
         else:  # every finalist failed in the run-off: use the times of their trials
             times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)

@@ -19,7 +19,7 @@ from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
-    from scheduler.store.studies import Described
+    from scheduler.store.studies import Parameters
 
 
 # ------------------------------------------------------------------------------
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Together with the rest of a call, 5 s.
-PATIENCE_S = 4.0
+TIMEOUT_S = 4.0
 # Faster responses are normal operation and do not count, however many there are.
 PROMPT_S = 0.5
 
 
-class TooLong(StoreError):
+class StoreTimeout(StoreError):
     """A store that made calls wait too long; a search may still read from it."""
 
 
@@ -46,41 +46,41 @@ _waited_s: dict[str, float] = {}
 
 def has_given_up(location: str) -> bool:
     """Whether calls of this process no longer use the store because of its delays."""
-    return _waited_s.get(location, 0.0) >= PATIENCE_S
+    return _waited_s.get(location, 0.0) >= TIMEOUT_S
 
 
-def call_with_timeout(location: str, question: Callable[[], T]) -> T:
-    """Returns or raises the result of `question`, with a timeout for the store.
+def call_with_timeout(location: str, query: Callable[[], T]) -> T:
+    """Returns or raises the result of `query`, with a timeout for the store.
 
-    `question` runs in another thread, because drivers block uninterruptibly, for example in name resolution or in a
+    `query` runs in another thread, because drivers block uninterruptibly, for example in name resolution or in a
     file system. After a timeout, the thread is abandoned; it ends with the store's own timeouts.
 
     Raises:
-      TooLong: this request, or all requests in total, took too long.
+      StoreTimeout: this request, or all requests in total, took too long.
     """
-    left_s = PATIENCE_S - _waited_s.get(location, 0.0)
+    left_s = TIMEOUT_S - _waited_s.get(location, 0.0)
     if left_s <= 0:
-        raise _too_long(location)
-    asking = _Asking(question)
-    in_time, waited_s = asking.ended_within(left_s)
+        raise _timeout_error(location)
+    request = _Request(query)
+    in_time, waited_s = request.ended_within(left_s)
     if waited_s > PROMPT_S or not in_time:
         with _lock:
             _waited_s[location] = _waited_s.get(location, 0.0) + (waited_s if in_time else math.inf)
     if not in_time:
-        raise _too_long(location)
-    return asking.answer()
+        raise _timeout_error(location)
+    return request.answer()
 
 
-class _Asking(Generic[T]):
+class _Request(Generic[T]):
     """A request to a store, and the thread that runs it."""
 
-    def __init__(self, question: Callable[[], T]) -> None:
-        self._question = question
+    def __init__(self, query: Callable[[], T]) -> None:
+        self._query = query
         self._answer: tuple[T | None, BaseException | None] = (None, None)
         self._ended = threading.Event()
         self._worked_s = 0.0
         self._began_s = time.monotonic()
-        self._thread = threading.Thread(target=self._ask, name="scheduler-store", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scheduler-store", daemon=True)
         self._thread.start()
 
     def ended_within(self, most_s: float) -> tuple[bool, float]:
@@ -97,9 +97,9 @@ class _Asking(Generic[T]):
             raise error
         return found  # type: ignore[return-value]
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         try:
-            self._answer = self._question(), None
+            self._answer = self._query(), None
         except BaseException as error:
             self._answer = None, error
         self._worked_s = max(time.thread_time(), _worked_s(threading.get_native_id()))
@@ -123,16 +123,16 @@ def _worked_s(thread: int | None) -> float:
         return 0.0
 
 
-def forget_patience(location: str | None = None) -> None:
+def reset_timeouts(location: str | None = None) -> None:
     """Resets the waiting time of a store, or of all stores."""
     with _lock, contextlib.suppress(KeyError):
         _waited_s.clear() if location is None else _waited_s.pop(location)
 
 
-def _too_long(location: str) -> TooLong:
-    return TooLong(
-        f"{location} kept calls waiting for {PATIENCE_S:g} s: see who holds it, or that its server answers; no call of "
-        "this process asks it again"
+def _timeout_error(location: str) -> StoreTimeout:
+    return StoreTimeout(
+        f"{location} did not respond within {TIMEOUT_S:g} s; calls of this process no longer use it: check which "
+        "process locks it, or whether its server responds"
     )
 
 
@@ -156,16 +156,16 @@ class Cache:
         if not shared_only:
             if (record := self._put.get(key)) is not None:
                 yield "this process", record
-            elif (record := self._patiently(lambda store: store.get(key))) is not None:
+            elif (record := self._try_with_timeout(lambda store: store.get(key))) is not None:
                 yield "the user's cache", record
         if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
             yield "the shipped cache.db", record
 
-    def ask(self, question: Callable[[Store], T], *, shared_only: bool = False) -> list[T]:
+    def ask(self, query: Callable[[Store], T], *, shared_only: bool = False) -> list[T]:
         """Returns the result of each store, the user's before the shipped; an unreadable store is skipped."""
         self._open()
-        own = None if shared_only else self._patiently(question)
-        return [answer for answer in (own, self._try(question, self._shipped)) if answer is not None]
+        own = None if shared_only else self._try_with_timeout(query)
+        return [answer for answer in (own, self._try(query, self._shipped)) if answer is not None]
 
     def remembered(self, *, operation: str, hardware: str) -> list[Record]:
         """Returns the records of an operation on a chip that this process put here, stored or not."""
@@ -190,9 +190,9 @@ class Cache:
         self._open()
         return self._try(lambda store: store.get(key), self._user) or self._put.get(key)
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         self._open()
-        return self._write(lambda store: store.lease(key, owner, seconds, silent=silent)) or Lease(owner, 0.0)
+        return self._write(lambda store: store.lease(key, owner, seconds, expired=expired)) or Lease(owner, 0.0)
 
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))
@@ -202,9 +202,9 @@ class Cache:
         if self._user is not None and not self._unwritable:
             self._user.prepare_trials()
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         self._open()
-        self._write(lambda store: store.add_trial(key, trial, environment, described))
+        self._write(lambda store: store.add_trial(key, trial, environment, parameters))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         self._write(lambda store: store.replace_trial(key, trial))
@@ -243,7 +243,7 @@ class Cache:
                 try:
                     setattr(self, attribute, open_store())
                 except StoreError as error:
-                    warn_once(f"{error} (calls go on without it)")
+                    warn_once(f"{error} (calls continue without it)")
             self._opened = True
 
     def _write(self, use: Callable[[Store], T]) -> T | None:
@@ -254,10 +254,10 @@ class Cache:
             return use(self._user)
         except StoreError as error:
             self._unwritable = True
-            warn_once(f"{error} (calls go on without it)")
+            warn_once(f"{error} (calls continue without it)")
             return None
 
-    def _patiently(self, use: Callable[[Store], T]) -> T | None:
+    def _try_with_timeout(self, use: Callable[[Store], T]) -> T | None:
         """Returns the result of the user's store for a call, with a timeout."""
         if self._user is None or has_given_up(self._user.location):
             return None
@@ -270,9 +270,9 @@ class Cache:
             return use(store)
         except StoreError as error:
             # One warning and no retry at each call. A single malformed record, however, leaves the others readable.
-            if store is self._user and not isinstance(error, MalformedRecord | TooLong):
+            if store is self._user and not isinstance(error, MalformedRecord | StoreTimeout):
                 self._user = None
-            warn_once(f"{error} (calls go on without it)")
+            warn_once(f"{error} (calls continue without it)")
             return None
 
 

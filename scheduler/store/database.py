@@ -284,8 +284,8 @@ class Database:
             yield
         except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
             reason = getattr(error, "orig", None) or error
-            said = redacted(str(reason), self._url)
-            refused = StoreError(f"{self.location} cannot be {verb} ({said}): {_advice(reason, self._path)}")
+            message = redacted(str(reason), self._url)
+            refused = StoreError(f"{self.location} cannot be {verb} ({message}): {_advice(reason, self._path)}")
             if not tells(error, self._url):
                 raise refused from error
             try:

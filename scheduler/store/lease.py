@@ -39,13 +39,13 @@ class Lease:
         return f"process {pid} on {host}" if pid else repr(self.owner)
 
 
-class Others:
+class LeaseWatcher:
     """Leases of other owners as observed over successive attempts to take them."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, tuple[Lease, float]] = {}
 
-    def silent(self, key: Key, held: Lease) -> bool:
+    def expired(self, key: Key, held: Lease) -> bool:
         """Whether the holder of `held` is dead, according to the operating system or to missing renewals."""
         before, since = self._seen.get(key, (None, 0.0))
         if held != before:
@@ -57,7 +57,7 @@ class Others:
 class Leases(Protocol):
     """Storage of leases and of the corresponding records."""
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease: ...
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease: ...
     def release(self, key: Key, owner: str) -> None: ...
     def get(self, key: Key) -> Record | None: ...
 
@@ -73,8 +73,8 @@ def leased(store: Leases, key: Key) -> Iterator[Record | None]:
     Raises:
       StoreError: the store cannot be written.
     """
-    owner, others, waited = _owner(), Others(), False
-    while (held := _take(store, key, owner, others)) is not None:
+    owner, watcher, waited = _owner(), LeaseWatcher(), False
+    while (held := _take(store, key, owner, watcher)) is not None:
         if not waited:
             _log.warning("%s is being tuned by %s; waiting for its record", key, held)
         waited = True
@@ -84,11 +84,11 @@ def leased(store: Leases, key: Key) -> Iterator[Record | None]:
 
 
 @contextlib.contextmanager
-def leased_if_free(store: Leases, key: Key, others: Others) -> Iterator[Lease | None]:
+def leased_if_free(store: Leases, key: Key, watcher: LeaseWatcher) -> Iterator[Lease | None]:
     """Holds the lease of `key` if it is free, as `leased` does, but does not wait.
 
     Args:
-      others: observations, kept by the caller between attempts.
+      watcher: observations, kept by the caller between attempts.
 
     Yields:
       the lease of another process that is tuning `key`; None if the lease is held here.
@@ -97,18 +97,18 @@ def leased_if_free(store: Leases, key: Key, others: Others) -> Iterator[Lease | 
       StoreError: the store cannot be written.
     """
     owner = _owner()
-    if (held := _take(store, key, owner, others)) is not None:
+    if (held := _take(store, key, owner, watcher)) is not None:
         yield held
         return
     with _renewed(store, key, owner):
         yield None
 
 
-def _take(store: Leases, key: Key, owner: str, others: Others) -> Lease | None:
+def _take(store: Leases, key: Key, owner: str, watcher: LeaseWatcher) -> Lease | None:
     """Takes the lease, also from a dead owner, and returns None; otherwise returns the other owner's lease."""
     held = store.lease(key, owner, LEASE_S)
-    if held.owner != owner and others.silent(key, held):
-        held = store.lease(key, owner, LEASE_S, silent=held)
+    if held.owner != owner and watcher.expired(key, held):
+        held = store.lease(key, owner, LEASE_S, expired=held)
     return None if held.owner == owner else held
 
 
@@ -136,8 +136,8 @@ def _renew(store: Leases, key: Key, owner: str, ended: threading.Event) -> None:
 def _parts(held: Lease) -> tuple[str, int, str]:
     """Returns host, process and PID namespace of an owner; empty for any other text, which a store may contain."""
     host, _, rest = str(held.owner).partition("/")
-    pid, _, whose = rest.partition("/")
-    return (host, int(pid), whose.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
+    pid, _, namespace = rest.partition("/")
+    return (host, int(pid), namespace.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
 
 
 def _owner() -> str:
@@ -154,8 +154,8 @@ def _processes() -> str:
 
 def _gone(held: Lease) -> bool:
     """Whether the holder is a process in this host and PID namespace that no longer exists."""
-    host, pid, whose = _parts(held)
-    if host != socket.gethostname() or whose != _processes() or not pid:
+    host, pid, namespace = _parts(held)
+    if host != socket.gethostname() or namespace != _processes() or not pid:
         return False
     try:
         os.kill(pid, 0)

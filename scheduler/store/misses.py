@@ -110,7 +110,7 @@ def _storable(text: str) -> str:
 
 def _miss(operation: str, hardware: str, problem: str, lowered: Any, *texts: Any) -> Miss:
     if not isinstance(lowered, int) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"a number and four texts are wanted, found {(lowered, *texts)!r:.200}")
+        raise ValueError(f"expected a number and four texts, found {(lowered, *texts)!r:.200}")
     return Miss(Key(operation, hardware, problem), lowered, *texts)
 
 

@@ -53,7 +53,7 @@ def row_with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any
     found = [tuple(row) for row in rows]
     known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
     if strange := len(found) - len(known):
-        warn_once(f"{location}: {strange} rows are skipped, what they are known by is no text")
+        warn_once(f"{location}: {strange} rows are skipped, because their key is not text")
     return known
 
 

@@ -33,7 +33,7 @@ from scheduler.store.schema import (
     MIGRATIONS,
     SCHEDULES,
 )
-from scheduler.store.studies import Described, Studies
+from scheduler.store.studies import Parameters, Studies
 
 # ------------------------------------------------------------------------------
 # Location of the user's cache.
@@ -50,7 +50,7 @@ def default_url() -> str:
     with contextlib.suppress(RuntimeError):
         if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
             return str(place / "cache.db")
-    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
+    raise StoreError(f"this user has no home directory for the cache: set {CACHE_VARIABLE} to a file")
 
 
 class Store:
@@ -142,7 +142,9 @@ class Store:
         """
         with self._database.write() as connection:
             if not self._put(connection, record):
-                raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
+                raise StoreError(
+                    f"{self.location} has a measured record of {record.key}, which an estimate does not replace"
+                )
 
     def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
         """Stores records as `put` does, and ranges, in one transaction.
@@ -200,16 +202,16 @@ class Store:
         """
         self._studies.prepare()
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         """Stores a trial as soon as it ends, so that a killed search loses none.
 
         Args:
-          described: as in `Studies.add`.
+          parameters: as in `Studies.add`.
 
         Raises:
           StoreError: it cannot be written.
         """
-        self._studies.add(key, trial, environment, described)
+        self._studies.add(key, trial, environment, parameters)
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         """Replaces the outcome of the latest stored trial of this number, after its result was found to be wrong.
@@ -255,12 +257,12 @@ class Store:
         """
         return self._studies.unfinished(operation, problem)
 
-    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+    def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         """Takes or renews the lease of `key`, which gives `owner` the right to tune it.
 
         Args:
           seconds: the expiry time for older versions of this program, which compare clocks.
-          silent: an expired lease of another owner; it is taken over unless it has changed.
+          expired: an expired lease of another owner; it is taken over unless it has changed.
 
         Returns:
           the current lease: of `owner`, or of another owner that took it before. A store in memory or opened read-only
@@ -274,8 +276,8 @@ class Store:
             return taken
         insert = self._database.insert(LEASES).values(**vars(key), **vars(taken))
         free = LEASES.c.owner == owner
-        if silent is not None:
-            free |= (LEASES.c.owner == silent.owner) & (LEASES.c.expires_s == silent.expires_s)
+        if expired is not None:
+            free |= (LEASES.c.owner == expired.owner) & (LEASES.c.expires_s == expired.expires_s)
         new = {name: insert.excluded[name] for name in vars(taken)}
         with self._database.write() as connection:
             connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=new, where=free))
@@ -333,8 +335,10 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        asked = list(map(_asked, keys))
-        return self._decoded([tuple(row) for row in self._database.select(_BY_KEY, *asked)] if asked else [])
+        wanted_keys = list(map(_asked, keys))
+        return self._decoded(
+            [tuple(row) for row in self._database.select(_BY_KEY, *wanted_keys)] if wanted_keys else []
+        )
 
     def texts(self, *, operation: str, hardware: str) -> list[str]:
         """Returns the text of records, unordered.

@@ -57,7 +57,7 @@ _LONGEST_NAME = 440
 _ATTEMPTS, _WAIT_S = 8, 0.2
 _NO: sa.ColumnElement[int] = sa.literal_column("0")  # only a literal uses the index of unfinished searches
 
-Described = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
+Parameters = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
 
 
 class Studies:
@@ -74,14 +74,14 @@ class Studies:
         with self._lock, self._writing():
             pass
 
-    def add(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+    def add(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
         """Adds a trial to the unfinished search of `key` under these versions, or to a new search.
 
         Args:
-          described: the parameters of the trial and their distributions; None stores no parameters.
+          parameters: the parameters of the trial and their distributions; None stores no parameters.
         """
         with self._database.errors("written"):
-            frozen = _frozen(trial, described)
+            frozen = _frozen(trial, parameters)
         with self._lock, self._writing() as storage:
             if not self._insert(self._search(storage, key, environment), frozen):
                 self._open[key, _versions(environment)] = study = self._begin(storage, key, environment)
@@ -150,8 +150,8 @@ class Studies:
             connection.execute(sa.delete(_ATTRIBUTES).where(same, _ATTRIBUTES.c.key == FAILURE))
             if isinstance(trial.outcome, Failure):
                 connection.execute(sa.delete(_VALUES).where(_VALUES.c.trial_id == found[-1]))
-                said = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
-                connection.execute(sa.insert(_ATTRIBUTES), said)
+                count = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
+                connection.execute(sa.insert(_ATTRIBUTES), count)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.
@@ -243,7 +243,7 @@ class Studies:
             try:
                 line = json.loads(text)
                 if not isinstance(line, str):
-                    raise ValueError(f"a text is wanted, found {type(line).__name__}")
+                    raise ValueError(f"expected text, found {type(line).__name__}")
                 yield number, codec.trial_from_text(line)
             except (ValueError, TypeError) as error:
                 queries.warn_once(
@@ -353,7 +353,7 @@ def _is(key: Key) -> list[sa.ColumnElement[bool]]:
     return [SEARCHES.c[name] == getattr(key, name) for name in KEY]
 
 
-def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
+def _frozen(trial: Trial, described: Parameters | None) -> FrozenTrial:
     """Converts a trial to Optuna's type."""
     from optuna.trial import TrialState, create_trial
 

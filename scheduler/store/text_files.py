@@ -60,7 +60,7 @@ def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]
     if errors:
         more = f"\n... and {len(errors) - _ERRORS_SHOWN} more" if len(errors) > _ERRORS_SHOWN else ""
         raise StoreError(
-            f"{source or 'the text'} is not made of records, one JSON object a line:\n"
+            f"{source or 'the text'} must have one record per line as a JSON object:\n"
             + "\n".join(errors[:_ERRORS_SHOWN])
             + more
         )
@@ -74,13 +74,13 @@ def read_records(directory: Path) -> list[Record]:
       StoreError: the directory does not exist, a file has invalid records, or two files have the same key.
     """
     if not directory.is_dir():
-        raise StoreError(f"there is no directory {directory} to read records from")
+        raise StoreError(f"the directory of records {directory} does not exist")
     where: dict[Key, Path] = {}
     records: list[Record] = []
     for path in sorted(directory.glob("*/*.jsonl")):
         for record in _read(path):
             if (first := where.setdefault(record.key, path)) != path:
-                raise StoreError(f"{first} and {path} both hold {record.key}; keep one")
+                raise StoreError(f"{first} and {path} both have {record.key}; keep one")
             records.append(record)
     return sorted(records, key=_order)
 
@@ -100,7 +100,7 @@ def read_calibrations(directory: Path) -> list[Calibration]:
         for item in items:
             if _kernel_on_chip(item) in found:
                 raise StoreError(
-                    f"{path} is a second one with constants of {' '.join(_kernel_on_chip(item))}; keep one"
+                    f"{path} is a second file with constants of {' '.join(_kernel_on_chip(item))}; keep one"
                 )
             found[_kernel_on_chip(item)] = item
     return [found[which] for which in sorted(found)]

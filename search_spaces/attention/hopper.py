@@ -15,8 +15,7 @@ from jax.experimental.mosaic.gpu import mma_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
-from search_spaces.hopper import untiled_swizzled
-from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import WARPGROUP, WGMMA_ROWS, untiled_swizzled
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.hopper.synchronization import ptx
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE, interprets, issue_wgmma_of_registers, mosaic_gpu_code, plgpu

@@ -1,12 +1,14 @@
 """Flash attention backward: ``FLASH_ATTENTION_BACKWARD``, its problem and its kernels."""
 
 from search_spaces import jax_compat
-from search_spaces.flash_attention_backward import cudnn, problem
-from search_spaces.flash_attention_backward.cudnn import CudnnFlashAttentionBackward
+from search_spaces.flash_attention_backward import kernels, problem
 from search_spaces.flash_attention_backward.hopper import MosaicGpuFlashAttentionBackward
-from search_spaces.flash_attention_backward.interpret import InterpretedFlashAttentionBackward
+from search_spaces.flash_attention_backward.kernels import (
+    CudnnFlashAttentionBackward,
+    InterpretedFlashAttentionBackward,
+    XlaFlashAttentionBackward,
+)
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.flash_attention_backward.xla import XlaFlashAttentionBackward
 from search_spaces.operation import Operation
 
 # Second derivatives are those of the library kernel.
@@ -21,7 +23,7 @@ FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
     ),
     params=("scale", "softcap"),
     batch=problem.batch,
-    equations={jax_compat.CUDNN_ATTENTION_BACKWARD: cudnn.problem_of_equation},
+    equations={jax_compat.CUDNN_ATTENTION_BACKWARD: kernels.problem_of_equation},
     shard=problem.shard,
 )
 

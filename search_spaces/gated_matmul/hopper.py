@@ -11,7 +11,7 @@ import numpy as np
 
 from search_spaces.footprint import Footprint
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.hopper.limits import (
+from search_spaces.hopper import (
     ACCUMULATOR_BYTES,
     BARRIER_BYTES,
     SMEM_ALIGNMENT,

@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import untiled_swizzled
-from search_spaces.hopper.limits import TMA_GMEM_ALIGNMENT
+from search_spaces.hopper import TMA_GMEM_ALIGNMENT, untiled_swizzled
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE, plgpu
 from search_spaces.space import round_up
 

@@ -16,7 +16,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from search_spaces.hopper.limits import WARPGROUP
+from search_spaces.hopper import WARPGROUP
 from search_spaces.jax_compat import HAS_ONE_WARP, mosaic_gpu_code, plgpu
 
 # All threads of all CTAs of a cluster arrive and wait. Data written before the arrival is visible to all of them after

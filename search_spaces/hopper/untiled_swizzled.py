@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
+from search_spaces.hopper import ACCESS_BYTES, WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
 # Swaps rows and columns, of core matrices and within each.

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper.limits import ACCESS_BYTES
+from search_spaces.hopper import ACCESS_BYTES
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 

@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
+from search_spaces.hopper import ACCESS_BYTES, WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import HAS_MMA, NEEDS_JAX, mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 from search_spaces.mma.cp_async import SmemTile

@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import gpu, llvm
 
-from search_spaces.hopper.limits import ACCESS_BYTES
+from search_spaces.hopper import ACCESS_BYTES
 
 
 def bits(width: int) -> Any:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, SECTOR_BYTES, WARP, WARPGROUP
+from search_spaces.hopper import ACCUMULATOR_BYTES, SECTOR_BYTES, WARP, WARPGROUP
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 from search_spaces.mma.fragments import MMA_COLUMNS, MMA_ROWS, WarpTiles

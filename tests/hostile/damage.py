@@ -117,7 +117,7 @@ def cache_at(path: Path) -> Iterator[None]:
         yield
     finally:
         scheduler.reload()
-        cache.forget_patience()
+        cache.reset_timeouts()
         if before is None:
             del os.environ["TILE_SCHEDULER_CACHE"]
         else:

@@ -157,8 +157,8 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
     cut = [f"the first {n} of {of}" for n, of in ((rows, down), (columns, across)) if n < of]
     names = [plan.name(plan.rows)] + ([plan.name(plan.columns)] if plan.columns is not None else [])
     sizes = f"{down} x {across} tiles" if plan.columns is not None else f"{down} tiles"
-    said = f"result: {sizes} ({' x '.join(names)})" + (f", {' and '.join(cut)} drawn" if cut else "")
-    axes.set_xlabel("\n".join(fold(said, _RESULT_TEXT)), fontsize=11)
+    label = f"result: {sizes} ({' x '.join(names)})" + (f", {' and '.join(cut)} drawn" if cut else "")
+    axes.set_xlabel("\n".join(fold(label, _RESULT_TEXT)), fontsize=11)
     return rows, columns
 
 

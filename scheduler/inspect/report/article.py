@@ -10,7 +10,7 @@ from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Tri
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 from scheduler.inspect.explain import Account, without_prediction
 from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
-from scheduler.inspect.report.content import Child, Picture, Pictures, Told, element, extend, shown, table
+from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
 from scheduler.inspect.verdict import (
     against_library,
     bases_of,
@@ -46,9 +46,9 @@ _NOTES = (
 _FIGURES = ("time", "vs XLA", "TFLOP/s", "TB/s", "% of roofline")
 
 
-def outcome(told: Told) -> str:
+def outcome(details: RecordDetails) -> str:
     """Returns the result of the winner against XLA as short text, used as a filter value."""
-    record = told.record
+    record = details.record
     if record.library_entry is None:
         return "XLA did not run"
     stands = against_library(record)
@@ -59,9 +59,9 @@ def outcome(told: Told) -> str:
     return "XLA answers" if record.winner == record.library_entry else "faster than XLA"
 
 
-def gain(told: Told) -> float | None:
+def gain(details: RecordDetails) -> float | None:
     """Returns XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run."""
-    record = told.record
+    record = details.record
     if record.library_entry is None:
         return None
     stands = against_library(record)
@@ -69,22 +69,22 @@ def gain(told: Told) -> float | None:
     return stands.ratio if won and stands is not None else 1.0
 
 
-_FILTERS: Mapping[str, Callable[[Told], str]] = {
-    "operation": lambda told: told.record.key.operation,
-    "chip": lambda told: told.record.key.hardware,
-    "dtype": lambda told: told.dtype,
+_FILTERS: Mapping[str, Callable[[RecordDetails], str]] = {
+    "operation": lambda details: details.record.key.operation,
+    "chip": lambda details: details.record.key.hardware,
+    "dtype": lambda details: details.dtype,
     "against XLA": outcome,
-    "kept in": lambda told: told.where,
-    "times": lambda told: _times(told.record),
+    "kept in": lambda details: details.where,
+    "times": lambda details: _times(details.record),
 }
 
 
 def overview(
-    records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
+    records: Sequence[tuple[str, RecordDetails]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
 ) -> Element:
     """Returns the table of records with links to their articles, its filters, and the unfinished searches."""
-    told = [one for _, one in records]
-    several = {name: len({pick(one) for one in told}) > 1 for name, pick in _FILTERS.items()}
+    details = [one for _, one in records]
+    several = {name: len({pick(one) for one in details}) > 1 for name, pick in _FILTERS.items()}
     head = (
         element(
             "th",
@@ -107,7 +107,7 @@ def overview(
         extend(made, [element("details", summary, *shown(pictures.of_all))])
     elif records and pictures.missing:
         extend(made, [element("p", pictures.missing, class_="faint")])
-    extend(made, [_filters(told), element("div", table, class_="scrolls")])
+    extend(made, [_filters(details), element("div", table, class_="scrolls")])
     if not records:
         extend(made, [element("p", "No record is stored.", class_="empty")])
     else:
@@ -119,7 +119,7 @@ def overview(
     return made
 
 
-def _filters(told: Sequence[Told]) -> Element:
+def _filters(details: Sequence[RecordDetails]) -> Element:
     """Returns a search box, and a menu for each property in which records differ. They are hidden without a script."""
     fields = [
         element(
@@ -129,26 +129,26 @@ def _filters(told: Sequence[Told]) -> Element:
         )
     ]
     for name, pick in _FILTERS.items():
-        values = sorted({pick(one) for one in told})
+        values = sorted({pick(one) for one in details})
         if len(values) > 1:
             options = (element("option", value or "(none)", value=f"={value}") for value in values)
             menu = element("select", element("option", "any", value=""), *options, data_field=name.split()[0])
             fields.append(element("label", element("span", name), menu))
     fields.append(element("button", "clear", type="reset"))
-    count = element("output", f"{len(told)} records", id="count", aria_live="polite")
+    count = element("output", f"{len(details)} records", id="count", aria_live="polite")
     return element("form", *fields, count, id="filters", hidden=True)
 
 
-def _row(ident: str, told: Told) -> Element:
-    record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
-    share = None if told.roofline_s is None else 100 * told.roofline_s / time_s
+def _row(ident: str, details: RecordDetails) -> Element:
+    record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
+    share = None if details.roofline_s is None else 100 * details.roofline_s / time_s
     cells: dict[str, Child] = {
         "operation": record.key.operation,
-        "problem": element("a", told.spelled, href=f"#{ident}"),
+        "problem": element("a", details.problem_text, href=f"#{ident}"),
         "chip": record.key.hardware,
         "answer": record.winner.backend,
         "time": figure(time_s, seconds_text(time_s)),
-        "vs XLA": figure(gain(told), gain_text(record)),
+        "vs XLA": figure(gain(details), gain_text(record)),
         "TFLOP/s": _rate(case.problem.flops / time_s if case else None),
         "TB/s": _rate(case.problem.bytes_moved / time_s if case else None),
         "% of roofline": None if share is None else figure(share, f"{share:.1f}"),
@@ -158,11 +158,11 @@ def _row(ident: str, told: Told) -> Element:
         "tr",
         data_operation=record.key.operation,
         data_chip=record.key.hardware,
-        data_dtype=told.dtype,
-        data_against=outcome(told),
-        data_kept=told.where,
+        data_dtype=details.dtype,
+        data_against=outcome(details),
+        data_kept=details.where,
         data_times=_times(record),
-        data_words=f"{schedule_text(record.winner.schedule)} {told.where} {outcome(told)}",
+        data_words=f"{schedule_text(record.winner.schedule)} {details.where} {outcome(details)}",
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
@@ -194,9 +194,9 @@ def _class(name: str) -> str:
     return f"{own} figure" if name in _FIGURES else own
 
 
-def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -> Element:
+def article(ident: str, details: RecordDetails, pictures: Sequence[Picture], missing: str) -> Element:
     """Returns the article on one record. `missing` explains why there are no plots, if any."""
-    record = told.record
+    record = details.record
     made = element(
         "article",
         element(
@@ -205,20 +205,20 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
             element("a", "previous", class_="previous", hidden=True),
             element("a", "next", class_="next", hidden=True),
         ),
-        element("h2", f"{record.key.operation} ", element("span", told.spelled)),
-        element("p", f"on {record.key.hardware}; kept in: {told.where}", class_="faint"),
-        _figures(told),
+        element("h2", f"{record.key.operation} ", element("span", details.problem_text)),
+        element("p", f"on {record.key.hardware}; kept in: {details.where}", class_="faint"),
+        _figures(details),
         id=ident,
         tabindex="-1",
     )
     parts = {
-        "Why this schedule": _why(told),
+        "Why this schedule": _why(details),
         "How sure that is": _sure(record),
-        "Beside the others": _entries(told),
-        "Where the schedules went": _accounts(told),
+        "Beside the others": _entries(details),
+        "Where the schedules went": _accounts(details),
         "Pictures": [*shown(pictures), *([element("p", missing)] if missing else [])],
-        "Trials": _trials(told),
-        "Once more": _commands(told),
+        "Trials": _trials(details),
+        "Once more": _commands(details),
     }
     for heading, content in parts.items():
         if content := list(content):
@@ -226,17 +226,17 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
     return made
 
 
-def _figures(told: Told) -> Element:
+def _figures(details: RecordDetails) -> Element:
     """Returns the key figures."""
-    record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
+    record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
     shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
     if shown["against XLA"] == "1.00x":
-        shown["against XLA"] = outcome(told)
+        shown["against XLA"] = outcome(details)
     if case is not None:
         shown["rate"] = f"{digits(case.problem.flops / time_s / 1e12)} TFLOP/s"
         shown["traffic"] = f"{digits(case.problem.bytes_moved / time_s / 1e12)} TB/s"
-    if told.roofline_s is not None:
-        shown[f"of the roofline ({told.bound})"] = f"{100 * told.roofline_s / time_s:.1f} %"
+    if details.roofline_s is not None:
+        shown[f"of the roofline ({details.bound})"] = f"{100 * details.roofline_s / time_s:.1f} %"
     return element(
         "dl",
         *(element("div", element("dt", name), element("dd", value)) for name, value in shown.items()),
@@ -244,33 +244,33 @@ def _figures(told: Told) -> Element:
     )
 
 
-def _why(told: Told) -> Iterator[Element]:
-    record, winner = told.record, told.record.winner
-    yield element("p", " ".join(_story(told)))
+def _why(details: RecordDetails) -> Iterator[Element]:
+    record, winner = details.record, details.record.winner
+    yield element("p", " ".join(_story(details)))
     yield element("p", element("code", choice_text(winner.backend, winner.schedule)))
-    if isinstance(told.held, str):
-        yield element("p", f"Calls do not get it: {told.held}.", class_="warning")
-    yield from (element("p", line, class_="faint") for line in record_head(record, trials_kept=bool(told.trials)))
+    if isinstance(details.held, str):
+        yield element("p", f"Calls do not get it: {details.held}.", class_="warning")
+    yield from (element("p", line, class_="faint") for line in record_head(record, trials_kept=bool(details.trials)))
 
 
-def _story(told: Told) -> Iterator[str]:
+def _story(details: RecordDetails) -> Iterator[str]:
     """Yields sentences that lead from the whole space to the winner."""
-    record = told.record
-    size = sum(account.size for account in told.accounts)
-    legal = sum(len(account.ranks) for account in told.accounts)
-    if told.accounts:
+    record = details.record
+    size = sum(account.size for account in details.accounts)
+    legal = sum(len(account.ranks) for account in details.accounts)
+    if details.accounts:
         yield f"Of {_counted(size, 'schedule')}, {size - legal:,} break a rule or do not fit; {legal:,} are legal."
     else:
         yield f"The space had {_counted(record.space, 'schedule')}."
     left = f", and {record.excluded:,} more could not win by their lower bound" if record.excluded else ""
     yield f"The search tried {record.tried:,} of them{left}."
-    if told.rank is not None and told.rank[1] > 1:
-        place, among = told.rank
+    if details.rank is not None and details.rank[1] > 1:
+        place, among = details.rank
         yield f"The model had ranked the winner {_place(place)} of the {among:,} of its kernel."
     others = len(record.entries) - 1
     if record.confidence.rounds and others:
-        met = "the other" if others == 1 else f"the {others} others below"
-        yield f"It met {met} in {record.confidence.rounds} rounds of a final comparison."
+        opponents = "the other" if others == 1 else f"the {others} others below"
+        yield f"It met {opponents} in {record.confidence.rounds} rounds of a final comparison."
 
 
 def _sure(record: Record) -> Iterator[Element]:
@@ -281,9 +281,9 @@ def _sure(record: Record) -> Iterator[Element]:
         yield element("details", summary, element("ol", *lines))
 
 
-def _entries(told: Told) -> Iterator[Element]:
+def _entries(details: RecordDetails) -> Iterator[Element]:
     """Yields a table of the winner, the runner-up and the best of each other backend."""
-    record, case = told.record, told.case
+    record, case = details.record, details.case
     shown = [(entry.backend, entry.schedule) for entry in record.entries]
     choices = compared(shown)
     problem, hardware = (case.problem, case.hardware) if case else (None, None)
@@ -311,7 +311,7 @@ def _entries(told: Told) -> Iterator[Element]:
                 seconds_text(time_s),
                 seconds_text(entry.measurement.spread_s),
                 digits(case.problem.flops / time_s / 1e12) if case else "",
-                f"{100 * told.roofline_s / time_s:.1f}" if told.roofline_s is not None else "",
+                f"{100 * details.roofline_s / time_s:.1f}" if details.roofline_s is not None else "",
                 *(("", "") if entry.backend in unpredicted else _prediction(entry)),
             )
         )
@@ -328,18 +328,18 @@ def _prediction(entry: Entry) -> tuple[str, str]:
     return seconds_text(entry.predicted_s), off
 
 
-def _accounts(told: Told) -> Iterator[Element]:
-    if told.unexplained:
-        yield element("p", f"Not known here: {told.unexplained}.")
+def _accounts(details: RecordDetails) -> Iterator[Element]:
+    if details.unexplained:
+        yield element("p", f"Not known here: {details.unexplained}.")
         return
-    now, then = sum(account.size for account in told.accounts), told.record.space
+    now, then = sum(account.size for account in details.accounts), details.record.space
     if now != then:
         yield element("p", f"As today's kernels count; the search counted {_counted(then, 'schedule')}.")
-    for account in told.accounts:
+    for account in details.accounts:
         if account.refused:
             yield element("p", element("b", account.backend), f", version {account.version}: {account.refused}.")
         elif account.size > 1:
-            yield _funnel(account, bool(told.trials))
+            yield _funnel(account, bool(details.trials))
             if any(ranked.terms for ranked in account.first):
                 yield from _predictions(account)
             if account.fitted:
@@ -403,22 +403,22 @@ def _place(place: int | None) -> str:
     return f"{place:,}{'th' if place % 100 in (11, 12, 13) else ends.get(place % 10, 'th')}"
 
 
-def _trials(told: Told) -> Iterator[Element]:
-    if not told.trials:
+def _trials(details: RecordDetails) -> Iterator[Element]:
+    if not details.trials:
         yield element("p", "The times of its trials are not kept beside the record.")
         return
-    time = "estimated" if told.record.estimated else "time"
-    yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(told), numbers=2)
-    choices = compared([(trial.backend, trial.schedule) for trial in told.trials], bases_of(told.record))
+    time = "estimated" if details.record.estimated else "time"
+    yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(details), numbers=2)
+    choices = compared([(trial.backend, trial.schedule) for trial in details.trials], bases_of(details.record))
     yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
 
 
-def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
-    tried = [(trial.backend, trial.schedule) for trial in told.trials]
-    choices = compared(tried, bases_of(told.record))
-    problem, hardware = (told.case.problem, told.case.hardware) if told.case else (None, None)
-    unpredicted = without_prediction(told.record.key.operation, problem, hardware, tried)
-    for trial, choice in zip(told.trials, choices.texts, strict=True):
+def _trial_rows(details: RecordDetails) -> Iterator[tuple[Child, ...]]:
+    tried = [(trial.backend, trial.schedule) for trial in details.trials]
+    choices = compared(tried, bases_of(details.record))
+    problem, hardware = (details.case.problem, details.case.hardware) if details.case else (None, None)
+    unpredicted = without_prediction(details.record.key.operation, problem, hardware, tried)
+    for trial, choice in zip(details.trials, choices.texts, strict=True):
         said = element("span", element("code", choice))
         if isinstance(trial.outcome, Failure):
             extend(said, [element("span", first_line(str(trial.outcome)), class_="failure")])
@@ -427,16 +427,16 @@ def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
         yield str(trial.number), said, predicted, time
 
 
-def _commands(told: Told) -> Iterator[Element]:
-    if told.command is None:
+def _commands(details: RecordDetails) -> Iterator[Element]:
+    if details.command is None:
         yield element("p", "Only whoever tuned it knows the command: its operation is not of this package.")
         return
-    yield element("p", f"On a machine with this chip ({told.record.key.hardware}), this tunes it again:")
+    yield element("p", f"On a machine with this chip ({details.record.key.hardware}), this tunes it again:")
     yield element(
-        "p", element("code", told.command), element("button", "copy", type="button", class_="copy", hidden=True),
+        "p", element("code", details.command), element("button", "copy", type="button", class_="copy", hidden=True),
         class_="command",
     )  # fmt: skip
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -75,12 +75,12 @@ def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[C
     """Returns a table with its last `numbers` columns right-aligned. It scrolls horizontally if it is too wide."""
     columns = list(columns)
 
-    def cell(name: str, place: int, child: Child) -> Element:
-        figure = "figure" if place >= len(columns) - numbers else None
+    def cell(name: str, index: int, child: Child) -> Element:
+        figure = "figure" if index >= len(columns) - numbers else None
         return element(name, child, class_=figure, scope="col" if name == "th" else None)
 
-    head = element("tr", *(cell("th", place, column) for place, column in enumerate(columns)))
-    body = (element("tr", *(cell("td", place, child) for place, child in enumerate(row))) for row in rows)
+    head = element("tr", *(cell("th", index, column) for index, column in enumerate(columns)))
+    body = (element("tr", *(cell("td", index, child) for index, child in enumerate(row))) for row in rows)
     made = element(
         "table",
         element("caption", caption) if caption else None,
@@ -95,7 +95,7 @@ def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[C
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class RecordDetails:
     """One record with all information available here.
 
     Attributes:
@@ -117,14 +117,14 @@ class Told:
     command: str | None = None
 
     @property
-    def spelled(self) -> str:
+    def problem_text(self) -> str:
         """The problem in command line syntax."""
         return format_problem(self.record.key.operation, self.record.key.problem)
 
     @property
     def dtype(self) -> str:
         """The dtype of the operands; "" if the problem has none."""
-        text = self.spelled if self.case is None else str(self.case.problem)
+        text = self.problem_text if self.case is None else str(self.case.problem)
         return next((word.partition("=")[2] for word in text.split() if word.startswith("dtype=")), "")
 
     @property
@@ -151,13 +151,13 @@ class Told:
         """The winner's rank in the model's order of its kernel's legal schedules, from 1, and their number."""
         winner = self.record.winner
         account = next((account for account in self.accounts if account.backend == winner.backend), None)
-        place = None if account is None else account.rank(winner.schedule)
-        return None if account is None or place is None else (place, len(account.ranks))
+        rank = None if account is None else account.rank(winner.schedule)
+        return None if account is None or rank is None else (rank, len(account.ranks))
 
 
 def gather(
     kept: Iterable[tuple[str, Record, Iterable[Trial]]], own: Iterable[Operation[Any]] = (), *, top: int = 3
-) -> Iterator[Told]:
+) -> Iterator[RecordDetails]:
     """Yields each record with its accounts, in order.
 
     Args:
@@ -170,31 +170,31 @@ def gather(
         name = record.key.operation
         if name not in operations and name in OPERATIONS:
             operations[name] = load(name)
-        yield _told(Told(where, record, tuple(trials)), operations.get(name), top)
+        yield _details(RecordDetails(where, record, tuple(trials)), operations.get(name), top)
 
 
-def _told(told: Told, operation: Operation[Any] | None, top: int) -> Told:
-    def unexplained(reason: str) -> Told:
-        return dataclasses.replace(told, unexplained=reason, held=reason)
+def _details(details: RecordDetails, operation: Operation[Any] | None, top: int) -> RecordDetails:
+    def unexplained(reason: str) -> RecordDetails:
+        return dataclasses.replace(details, unexplained=reason, held=reason)
 
-    key = told.record.key
+    key = details.record.key
     if operation is None:
         return unexplained(
-            f"{key.operation} is no operation of this package: name it, --operation package.module:NAME or file.py:NAME"
+            f"{key.operation} is not in this package: give --operation package.module:NAME or file.py:NAME"
         )
     try:
         problem = operation.problem.from_canonical(key.problem)
     except ValueError as error:  # from another version of the operation
-        return unexplained(f"{key.operation} has no such problem today: {error}")
-    told = dataclasses.replace(told, command=f"{hints.tune(operation, problem)} --force")
+        return unexplained(f"the problem is no longer valid for {key.operation}: {error}")
+    details = dataclasses.replace(details, command=f"{hints.tune(operation, problem)} --force")
     chip = chips.identified(key.hardware)
     if chip is None:
-        return unexplained("the table of chips has none of this name, cores and memory")
-    told = dataclasses.replace(told, case=Case(operation, problem, chip, told.record, told.trials))
+        return unexplained("the chip (name, cores and memory) is not in the table of chips")
+    details = dataclasses.replace(details, case=Case(operation, problem, chip, details.record, details.trials))
     try:
-        won = point_of(told.record.winner.backend, told.record.winner.schedule)
-        accounts = tuple(explain(operation, problem, chip, told.trials, top=top, about=[won]))
-        return dataclasses.replace(told, accounts=accounts, held=recheck(operation, problem, chip, told.record))
+        won = point_of(details.record.winner.backend, details.record.winner.schedule)
+        accounts = tuple(explain(operation, problem, chip, details.trials, top=top, about=[won]))
+        return dataclasses.replace(details, accounts=accounts, held=recheck(operation, problem, chip, details.record))
     except DeclarationError as error:
         return unexplained(str(error))
 
@@ -237,13 +237,16 @@ class Pictures:
     missing: str = ""
 
 
-def no_pictures(records: Sequence[Told], why: str) -> Pictures:
+def no_pictures(records: Sequence[RecordDetails], why: str) -> Pictures:
     """Returns no plots, with the reason."""
     return Pictures([()] * len(records), missing=why)
 
 
 def drawn_pictures(
-    records: Sequence[Told], count: Callable[[Iterable[Told]], Iterable[Told]], *, every: bool = False
+    records: Sequence[RecordDetails],
+    count: Callable[[Iterable[RecordDetails]], Iterable[RecordDetails]],
+    *,
+    every: bool = False,
 ) -> Pictures:
     """Draws the plots of each record, in order, and the plots of all records.
 
@@ -256,8 +259,10 @@ def drawn_pictures(
     Raises:
       MissingPackage: matplotlib is not installed.
     """
-    away = [told for told in records if told.case is not None and told.record.key.operation in OPERATIONS]
-    jobs = [(told.record, told.trials, every) for told in away]
+    built_in = [
+        details for details in records if details.case is not None and details.record.key.operation in OPERATIONS
+    ]
+    jobs = [(details.record, details.trials, every) for details in built_in]
     found: list[list[Picture]] = []
     with contextlib.ExitStack() as stack:
         mapped: Iterator[list[Picture]] = map(_of_record, jobs)
@@ -269,13 +274,13 @@ def drawn_pictures(
             )
             stack.callback(pool.shutdown, cancel_futures=True)
             mapped = pool.map(_of_record, jobs, chunksize=4)
-        for told in count(records):
-            if told.case is None:
+        for details in count(records):
+            if details.case is None:
                 found.append([])
-            elif told.record.key.operation in OPERATIONS:
+            elif details.record.key.operation in OPERATIONS:
                 found.append(next(mapped))
             else:
-                found.append(list(_drawn(told.case, every=every)))
+                found.append(list(_drawn(details.case, every=every)))
     return Pictures(found, list(_of_all(records)))
 
 
@@ -286,18 +291,18 @@ def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:
     return [] if known is None else list(_drawn(known, every=every))
 
 
-def _drawn(known: Case, *, every: bool) -> Iterator[Picture]:
+def _drawn(case: Case, *, every: bool) -> Iterator[Picture]:
     for draw in ALL if every else FEW:
         with contextlib.suppress(NothingToDraw, DeclarationError):  # reported in the account
-            yield _packed(draw, known)
+            yield _packed(draw, case)
 
 
-def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
+def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
     """Yields the gains over XLA and the roofline plot of each chip that is not a CPU."""
     chips: dict[str, list[Case]] = {}
-    for told in records:
-        if told.case is not None and told.roofline_s is not None:
-            chips.setdefault(told.case.hardware.id, []).append(told.case)
+    for details in records:
+        if details.case is not None and details.roofline_s is not None:
+            chips.setdefault(details.case.hardware.id, []).append(details.case)
     for cases in chips.values():
         with contextlib.suppress(NothingToDraw):
             yield _packed(plots.gains, [one.record for one in cases if one.record is not None])
@@ -305,8 +310,8 @@ def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
             yield _packed(plots.roofline, cases)
 
 
-def _packed(draw: Callable[..., Figure], what: object) -> Picture:
-    figure = draw(what)
+def _packed(draw: Callable[..., Figure], subject: object) -> Picture:
+    figure = draw(subject)
     packed = gzip.compress(plots.svg(figure).encode(), mtime=0)
     return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in EXCHANGED_COLOURS)
 

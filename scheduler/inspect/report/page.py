@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from scheduler.core.records import Key, Trial
 from scheduler.inspect.report.article import article, overview
-from scheduler.inspect.report.content import Pictures, Told, element, picture_colours, written
+from scheduler.inspect.report.content import Pictures, RecordDetails, element, picture_colours, written
 
 _HERE = Path(__file__).parent
 
@@ -35,7 +35,10 @@ class Origin:
 
 
 def page(
-    records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]], origin: Origin, pictures: Pictures
+    records: Sequence[RecordDetails],
+    cut: Iterable[tuple[str, Key, Sequence[Trial]]],
+    origin: Origin,
+    pictures: Pictures,
 ) -> str:
     """Returns the report as HTML text.
 
@@ -53,8 +56,8 @@ def page(
             "main",
             overview(named, cut, pictures),
             *(
-                article(ident, told, found, pictures.missing)
-                for (ident, told), found in zip(named, pictures.of_record, strict=True)
+                article(ident, details, found, pictures.missing)
+                for (ident, details), found in zip(named, pictures.of_record, strict=True)
             ),
         ),
         element("script", picture_colours(), type="application/json", id="colours"),
@@ -87,13 +90,13 @@ def _said_of(origin: Origin) -> list[Element]:
     return [element("p", line, class_="faint") for line in (read, *(f"{left}." for left in origin.left_out))]
 
 
-def _idents(records: Iterable[Told]) -> list[str]:
+def _idents(records: Iterable[RecordDetails]) -> list[str]:
     """Returns an HTML id for each record, stable across reports of one cache."""
     taken: dict[str, int] = {}
     names = []
-    for told in records:
-        key = told.record.key
-        text = f"{key.operation} {told.spelled} {key.hardware.partition(' (')[0]}"
+    for details in records:
+        key = details.record.key
+        text = f"{key.operation} {details.problem_text} {key.hardware.partition(' (')[0]}"
         name = "r-" + re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-")
         taken[name] = taken.get(name, 0) + 1
         names.append(name if taken[name] == 1 else f"{name}-{taken[name]}")

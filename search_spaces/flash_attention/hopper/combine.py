@@ -28,7 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from search_spaces.attention import hopper
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store_run

@@ -1,6 +1,6 @@
 """A consumer warpgroup: products and softmax of 64 rows of queries, for a sequence of tiles.
 
-**Code order that affects only speed** (visible only in SASS: tests/test_flash_attention_sass.py):
+**Code order that affects only speed** (visible only in SASS: tests/kernels/test_flash_attention_sass.py):
 
 - ptxas hoists the wait for ``O += P V`` to the maximum of S, before all exponentials, unless a basic block ends in
   between. The wait for the keys of the next step is therefore placed there: it is a loop, and ends a basic block.
@@ -24,8 +24,7 @@ from search_spaces.attention import hopper
 from search_spaces.attention.hopper import visible, zero_rows_from
 from search_spaces.flash_attention.hopper.cta import Cta, RowState, over_columns
 from search_spaces.flash_attention.hopper.schedule import Tile
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS, synchronization
 from search_spaces.hopper.synchronization import Turns, synchronize_warpgroup
 from search_spaces.jax_compat import plgpu
 

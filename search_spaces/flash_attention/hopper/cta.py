@@ -12,7 +12,7 @@ from jax import lax
 
 from search_spaces.attention.hopper import LEAST
 from search_spaces.flash_attention.hopper.schedule import TileOrder, Tiling
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
 

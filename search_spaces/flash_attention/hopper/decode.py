@@ -31,7 +31,7 @@ from search_spaces.flash_attention.hopper.combine import (
 from search_spaces.flash_attention.hopper.decode_kernel import kernel
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import (
+from search_spaces.hopper import (
     ACCUMULATOR_BYTES,
     BARRIER_BYTES,
     MAX_CLUSTER,

@@ -43,8 +43,7 @@ from search_spaces.flash_attention.hopper.combine import (
     natural,
     store_fragment,
 )
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import WARP, WGMMA_ROWS
+from search_spaces.hopper import WARP, WGMMA_ROWS, synchronization
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 

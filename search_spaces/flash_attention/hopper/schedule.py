@@ -13,7 +13,7 @@ from jax import lax
 from search_spaces.attention import hopper
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Untiled
 from search_spaces.space import cdiv
 

@@ -10,7 +10,7 @@ from search_spaces.flash_attention.hopper import schedule
 from search_spaces.flash_attention.hopper.schedule import REGISTERS, FlashAttentionSchedule, Tiling, round_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.space import Columns, Space, cdiv, round_up
 

@@ -31,8 +31,7 @@ from search_spaces.attention import hopper
 from search_spaces.attention.hopper import zero_rows_from
 from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Blocks, Plan, masks
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import WARPGROUP, WGMMA_ROWS, synchronization
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
 

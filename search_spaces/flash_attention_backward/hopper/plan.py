@@ -14,7 +14,7 @@ from jax import lax
 from search_spaces.attention import hopper
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, MAX_INDEX, SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, BARRIER_BYTES, MAX_INDEX, SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Tiled
 from search_spaces.jax_compat import plgpu
 from search_spaces.space import cdiv, round_up

@@ -30,8 +30,7 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
     zeros,
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS, synchronization
 from search_spaces.jax_compat import load, plgpu
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from search_spaces.flash_attention_backward.hopper.plan import (
     FlashAttentionBackwardSchedule,
     Plan,
 )
-from search_spaces.flash_attention_backward.hopper.wide_kernel import plan_of
+from search_spaces.flash_attention_backward.hopper.wide_kernel import BLOCK_KV as WIDE_BLOCK_KV
+from search_spaces.flash_attention_backward.hopper.wide_kernel import BLOCK_Q as WIDE_BLOCK_Q
+from search_spaces.flash_attention_backward.hopper.wide_kernel import WidePlan, plan_of
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space, cdiv
 
@@ -154,4 +157,59 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         # dq is zeroed, then read and rounded. delta is computed from the result and its cotangent.
         copied_bytes=~separate * (2.0 * sums + nbytes(q)) + 2 * nbytes(p.out()) + 3 * statistics + padded,
         launches=np.where(separate, 4, 5),
+    )
+
+
+# ------------------------------------------------------------------------------
+# The search space of the attention gradients of wide heads on Hopper, with a reason for each rule.
+
+MOST_HEADS_OF_WIDE_SECTION = 16
+
+
+def wide_space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionBackwardSchedule]:
+    heads = p.batch * p.kv_heads
+    return Space(
+        FlashAttentionBackwardSchedule,
+        choices={
+            "block_q": (WIDE_BLOCK_Q,),
+            "q_stages": (2,),
+            "do_stages": (1, 2),
+            "ds_stages": (2, 1),
+            "overlap": (True, False),
+            "section": tuple(n for n in (1, 2, 4, 8, MOST_HEADS_OF_WIDE_SECTION) if heads % n == 0),
+            "block_kv": (WIDE_BLOCK_KV,),
+            "dq": ("reduce_add",),
+            "rotate": (False, True) if p.right is None else (False,),
+        },
+        rules={
+            "a section whose blocks are all launched at once makes a larger one the same": lambda s: (
+                (s.section == 1) | (s.section // 2 * cdiv(p.kv_len, s.block_kv) < cores)
+            ),
+            "more stages than steps stay empty": lambda s: (
+                (s.do_stages == 1) | (s.do_stages <= WidePlan(p, s).q_blocks * p.group)
+            ),
+        },
+    )
+
+
+# ------------------------------------------------------------------------------
+# The footprint of the attention gradients of wide heads on Hopper, as changes to that of narrow heads.
+
+
+def of_wide(p: FlashAttentionBackwardProblem, s: Columns, found: Footprint) -> Footprint:
+    """Returns `found`, the footprint for narrow heads, with the registers, on-chip reads and stages of wide heads.
+
+    Both consumers read all rows of k and v, all of P^T, and all of dS^T once for dk and once for each part of dq. Even
+    with one stage, d_out is loaded during other products; the effective number of stages is the mean of both pipelines.
+    """
+    plan, pairs = WidePlan(p, s), WIDE_BLOCK_KV * WIDE_BLOCK_Q
+    own_h, own_hv = plan.own_columns
+    parts = own_h // plan.dq_columns
+    logits = (WIDE_BLOCK_KV + plan.own_queries) * (p.head_dim + p.value_dim)
+    gradients = (2 + parts) * pairs + WIDE_BLOCK_Q * (own_h + own_hv) + WIDE_BLOCK_KV * own_h
+    return dataclasses.replace(
+        found,
+        step=dataclasses.replace(found.step, onchip_bytes_read=CONSUMERS * (logits + gradients) * plan.itemsize),
+        stages=(s.q_stages + s.do_stages) / 2,
+        registers=(own_h + own_hv + plan.dq_columns) // 2 + plan.own_queries + OTHER_REGISTERS,
     )

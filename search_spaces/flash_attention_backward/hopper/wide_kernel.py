@@ -34,8 +34,7 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan, masks
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.hopper import synchronization
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS, synchronization
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
 from search_spaces.space import round_up

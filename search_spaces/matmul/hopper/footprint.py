@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.hopper.kernel import PRODUCER_REGISTERS

@@ -53,8 +53,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import untiled_swizzled
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS, untiled_swizzled
 from search_spaces.hopper.smem_layout import Untiled
 from search_spaces.hopper.synchronization import Pipeline, Turns, by_one_warp
 from search_spaces.jax_compat import plgpu

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import synchronization, untiled_swizzled
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper import WGMMA_ROWS, synchronization, untiled_swizzled
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.hopper.synchronization import Pipeline, Turns
 from search_spaces.jax_compat import load, plgpu

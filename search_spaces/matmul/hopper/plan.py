@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from search_spaces.hopper.limits import WARPGROUP
+from search_spaces.hopper import WARPGROUP
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.hopper.untiled_swizzled import ACCESS, WORD_BYTES, access, load_words, of_words, words

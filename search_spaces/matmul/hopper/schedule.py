@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, TMA_GMEM_ALIGNMENT, TMA_SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, TMA_GMEM_ALIGNMENT, TMA_SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import needs_untiled, swizzled_bytes, tma_extents
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import cdiv, round_up

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
+from search_spaces.hopper import ACCUMULATOR_BYTES, WGMMA_ROWS
 from search_spaces.matmul.hopper.schedule import (
     PING_PONG,
     HopperSchedule,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import llvm, vector
 
-from search_spaces.hopper.limits import ACCESS_BYTES, WARPGROUP
+from search_spaces.hopper import ACCESS_BYTES, WARPGROUP
 from search_spaces.hopper.untiled_swizzled import ACCESS, access, load_words, of_words, pointer, words
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.matmul.hopper.plan import Plan

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, SMEM_ALIGNMENT, WARP, WARPGROUP, WARPS
+from search_spaces.hopper import ACCESS_BYTES, ACCUMULATOR_BYTES, SMEM_ALIGNMENT, WARP, WARPGROUP, WARPS
 from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.problem import MatmulProblem

@@ -34,13 +34,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise import Reduction, Statistics
 from search_spaces.rowwise.hopper.resident import Cta, launch
 from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
-from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 BUFFERS = 2  # of partials: a CTA may be one row ahead of the others of its cluster, and no more.

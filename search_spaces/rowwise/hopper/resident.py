@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper.limits import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
 from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_partition import End, RowPartition, RowStart, Scratch
 from search_spaces.rowwise.hopper.thread_layout import CLUSTER_RANK, REDUCTION_BYTES, PartialsBuffer, ThreadLayout
-from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 # Exponentials use the hardware unit. Exchanges between warps use explicit barriers, so stores need no automatic ones.

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper.limits import WARP, WARPS
+from search_spaces.hopper import WARP, WARPS
+from search_spaces.rowwise import Reduction, Statistics
 from search_spaces.rowwise.hopper.thread_layout import CLUSTER_RANK, ChunkLayout, PartialsBuffer, ThreadLayout
-from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 # ------------------------------------------------------------------------------

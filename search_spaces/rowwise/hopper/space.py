@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper.limits import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, WARPS, not_hopper
+from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, WARPS, not_hopper
 from search_spaces.problem import nbytes
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.resident import (

@@ -16,10 +16,10 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from search_spaces.hopper.limits import SMEM_ALIGNMENT, WARP, WARPS
+from search_spaces.hopper import SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, load, load_run, mosaic_gpu_code, plgpu, store, store_run
-from search_spaces.rowwise.reduction import Reduction, Statistics
+from search_spaces.rowwise import Reduction, Statistics
 from search_spaces.space import round_up
 
 REDUCTION_BYTES = 2048  # SMEM that Mosaic GPU takes for reductions across the warps of a CTA

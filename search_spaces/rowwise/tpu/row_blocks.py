@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from search_spaces.rowwise.reduction import Reduction, Statistics
+from search_spaces.rowwise import Reduction, Statistics
 from search_spaces.rowwise.tpu.space import RowSchedule
 from search_spaces.tpu import limit_or_none
 

@@ -1,0 +1,257 @@
+"""Compiles, compares and times a whole function under plans, to find which kernels speed it up."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scheduler.core.errors import NoCandidate
+from scheduler.core.plan import Plan
+from scheduler.core.records import schedule_text
+from scheduler.dispatch import dispatch, planned
+from scheduler.dispatch.dispatch import ON_A_MESH, Options
+from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.functions import comparison, equations
+from scheduler.functions.comparison import Seconds
+from scheduler.functions.pure import pure_call
+from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
+from search_spaces import OPERATIONS, load, lowering_compat
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+Run = functools.partial[Any]  # a compiled function with its arrays
+# Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
+MOST_VARIANTS, MOST_ADDED = 12, 4
+# Rounds of the leave-one-out comparison. Many rounds keep the confidence interval of each kernel narrow.
+ROUNDS = 12
+SECONDS_OF_VARIANT = 4.0
+
+
+class CompiledFunction:
+    """A function and its arguments, compiled under one plan after another.
+
+    Arrays are inputs; all other arguments are compile-time constants. Modules and other state that the function updates
+    stay unchanged: the updates are returned as results. Donated arguments are copied, so that the function can be
+    called again.
+
+    Attributes:
+      call, arrays: The pure function and its inputs.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        pure = pure_call(fn, args)
+        self.call, self.arrays = pure.function, pure.arrays
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        found = {device for x in self.arrays if isinstance(x, jax.Array) for device in x.devices()}
+        return tuple(sorted(found, key=lambda device: device.id))
+
+    def under(self, plan: Plan) -> Run:
+        """Compiles the function under `plan`. Raises any error of JAX, of a kernel or of the function."""
+
+        with planned.plan(planned.InForce(plan)):
+            compiled = jax.jit(self.call).lower(*self.arrays).compile()
+        return functools.partial(compiled, *self.arrays)
+
+    def time(self, runs: Mapping[Any, Run], *, at_least_rounds: int = FEWEST_ROUNDS) -> dict[Any, Seconds]:
+        """Times the runs in interleaved rounds on the devices of the arguments, in seconds."""
+        seconds = SECONDS_OF_VARIANT * len(runs)
+        return comparison.time_interleaved(runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices)
+
+
+def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> list[tuple[int, ...]]:
+    """Groups the kernels to test: each kernel alone, except those whose small gains cannot be resolved by timing.
+
+    Args:
+      gains_s: Seconds that each kernel saves per call of the function, from its time alone.
+      step_s: Seconds per call of the function.
+      resolution: Minimum gain of a kernel tested alone, as a share of `step_s`.
+    """
+    ordered = sorted(gains_s, key=lambda i: -gains_s[i])
+    single = [i for i in ordered if gains_s[i] >= resolution * step_s][: MOST_VARIANTS - 3]
+    rest = tuple(ordered[len(single) :])
+    return [(i,) for i in single] + ([rest] if rest else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class AblationResult:
+    """The relative slowdown of the whole function without a group of kernels, with its confidence interval.
+
+    Attributes:
+      added: Whether the group is one kernel that ties with XLA when timed alone. It is kept only if the whole interval
+        is above zero; other groups need a positive median.
+    """
+
+    group: tuple[int, ...]
+    margin: Margin
+    added: bool = False
+
+    @property
+    def helps(self) -> bool:
+        return (self.margin.low if self.added else self.margin.middle) > 0
+
+    def __str__(self) -> str:
+        middle, low, high = self.margin.middle, self.margin.low, self.margin.high
+        others = f" and {len(self.group) - 1} others" if len(self.group) > 1 else ""
+        direction = "slower" if middle > 0 else "faster"
+        return f"the function is {abs(middle):.2%} {direction} without it{others} ({low:+.2%} to {high:+.2%})"
+
+
+def ablate(
+    whole: CompiledFunction,
+    everything: Run,
+    xla: Run,
+    of: Sequence[tuple[int, ...]],
+    without: Callable[[tuple[int, ...]], Plan],
+    added: Mapping[int, Run],
+) -> list[AblationResult]:
+    """Measures each group by leave-one-out: all kernels, against all kernels except that group, which XLA computes.
+
+    Args:
+      everything, xla: The function with all kernels, and with none.
+      without: Returns the plan that leaves a group to XLA and uses all other kernels.
+      added: The function with all kernels and one tied kernel, by the index of the tied kernel.
+    """
+    others = [xla] if len(of) == 1 else [whole.under(without(group)) for group in of]
+    runs = (
+        {"": everything} | {f"-{i}": run for i, run in enumerate(others)} | {f"+{i}": run for i, run in added.items()}
+    )
+    times = whole.time(runs, at_least_rounds=ROUNDS)
+    found = [AblationResult(group, comparison.margin_of(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
+    return found + [AblationResult((i,), comparison.margin_of(times[f"+{i}"], times[""]), added=True) for i in added]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The function with XLA only, and its results.
+
+    Attributes:
+      rounding: Relative rounding of its problems, from `comparison.rounding`.
+    """
+
+    run: Run
+    expected: Any
+    rounding: float
+
+    def disagreement(self, actual: Any, whole: CompiledFunction) -> str | None:
+        """Describes where `actual` differs from the reference by more than rounding; None if it does not."""
+
+        def sensitivity() -> Any:
+            arrays = (comparison.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
+            return self.run.func(*arrays)
+
+        return comparison.disagreement(self.expected, actual, self.rounding, sensitivity)
+
+
+def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
+    """Returns the function under `plan`, or None and the reason: it fails to run, or its results disagree."""
+    try:
+        run = whole.under(plan)
+        actual = jax.block_until_ready(run())
+    except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
+        message = str(error).partition("\n")[0]
+        return None, f"{type(error).__name__}: {message}"
+    wrong = reference.disagreement(actual, whole)
+    return (run, "") if wrong is None else (None, wrong)
+
+
+# ------------------------------------------------------------------------------
+# Lowers a function with selected kernels in place of its equations, and lists the replacements.
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A kernel that replaces equations of the same kind.
+
+    Attributes:
+      reason: Why this schedule was selected.
+    """
+
+    operation: str
+    problem: Problem
+    backend: str
+    schedule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A lowered function.
+
+    Attributes:
+      lowered: The `jax.stages.Lowered`.
+      replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
+      left: Why equations are left to XLA -> number of kinds of such equations.
+    """
+
+    lowered: Any
+    replaced: tuple[Replaced, ...]
+    left: Mapping[str, int]
+
+
+@functools.cache
+def selected_backends() -> Mapping[Any, Operation[Any]]:
+    """Returns the JAX primitives that operations can replace, with their operations."""
+    operations = [load(name) for name in OPERATIONS]
+    return {primitive: operation for operation in operations for primitive in operation.equations}
+
+
+def lower_with_kernels(
+    traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None
+) -> Lowered:
+    """Lowers the result of a `jax.jit` trace, replacing equations for which a kernel is selected.
+
+    If XLA or a vendor's library is selected, JAX's own equation is kept unchanged, so that XLA fuses it as usual.
+
+    Args:
+      options: Operation name -> options for selecting its kernel.
+      platforms: Platforms to lower for. None uses the platform of the arguments.
+
+    Raises:
+      CacheMiss: There is no record and the policy is "error".
+    """
+    around = equations.layouts_around(traced.jaxpr, selected_backends().keys())
+    replaced: dict[Replaced, None] = {}
+    left: collections.Counter[str] = collections.Counter()
+
+    def answer(
+        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
+    ) -> Any:
+        operation = selected_backends()[primitive]
+        stored = around.get(equations.layout_key(primitive, avals, params))
+        matched = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
+        if isinstance(matched, str) or partitioned:
+            left[matched if isinstance(matched, str) else ON_A_MESH] += 1
+            return None
+        problem = matched.problem
+        try:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+        except NoCandidate as error:
+            left[str(error)] += 1
+            return None
+        if found.kernel.library or found.kernel.vendor:
+            left[f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"] += 1
+            return None
+        words = schedule_text(dataclasses.asdict(found.schedule))
+        replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            operands = matched.operands(*args)
+            return matched.restore(
+                *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
+            )
+
+        return run
+
+    answers = {primitive: functools.partial(answer, primitive) for primitive in selected_backends()}
+    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
+    return Lowered(lowered, tuple(replaced), dict(left))

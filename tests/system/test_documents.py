@@ -1,0 +1,193 @@
+"""What the documents show runs as it is written, what they name exists, and their figures are those of the results."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hopper_matmul
+import pytest
+import typer.main
+
+from scheduler.cli.app import app
+from scheduler.core.hardware import find
+from scheduler.model.cost import CostModel
+from scheduler.store.store import shipped
+from search_spaces import OPERATIONS
+from search_spaces.jax_compat import PYTHON_OF_JAX
+from search_spaces.matmul import MatmulProblem
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import command_line_page
+import results_page
+
+pytestmark = pytest.mark.one_jax
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "use" / "own-kernels.md").read_text()
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
+CODE = ("scheduler", "search_spaces", "benchmarks", "tests")
+IMPORTS = """
+import dataclasses
+import jax
+import jax.numpy as jnp
+import scheduler
+from jax.experimental import pallas as pl
+from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Problem, Space
+"""
+
+
+def python(text):
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def run(*arguments):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+def test_the_ten_lines_of_the_readme_run_and_are_ten():
+    code = python(README)
+    assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 10
+    out = run("-c", code)
+    error, shape = re.search(r"^(\S+) \((\d+, \d+)\)$", out, re.MULTILINE).groups()
+    assert float(error) <= 0.5  # one rounding to bfloat16 of sums below 128
+    assert shape == "256, 512"
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_guide_is_searched_and_called(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(IMPORTS + python(GUIDE))
+    out = run("-m", "scheduler", "tune", f"{file}:ROW_SUM", "rows=64", "columns=128", "--budget", "8", "--json")
+    assert '"trials"' not in out
+    assert '"tried": 5' in out  # four tiles and the library: none was dropped or failed to be proposed
+    use = f"{file.read_text()}\nx = jnp.ones((64, 128))\nprint(row_sum(x, backends='pallas', on_miss='error')[3])"
+    assert run("-c", use) == "128.0\n"
+    out = run("-m", "scheduler", "tune", f"{file}:summed_rows", "x=float32[64,128]", "--budget", "8", "--json")
+    assert '"tried": 5' in out
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_commands_that_a_document_names_exist(path):
+    # A command's name follows at the start of a line or of a code span; elsewhere it is prose.
+    named = re.findall(r"(?:^|`)tile-scheduler ([a-z-]+)", (ROOT / path).read_text(), re.MULTILINE)
+    assert set(named) <= set(typer.main.get_command(app).commands)
+
+
+def test_the_page_of_the_command_line_is_that_of_its_code():
+    page = command_line_page.PAGE.read_text()
+    assert command_line_page.with_commands(page) == page, "run: python benchmarks/command_line_page.py"
+    commands = typer.main.get_command(app).commands
+    assert set(command_line_page.PAGES) <= set(commands)
+    options = {each.opts[0] for command in commands.values() for each in command.params}
+    assert options >= command_line_page.SHARED
+    assert all(f"`{option}`" in page for option in options if option.startswith("--"))
+    assert all(f"`{name}`" in page for name in OPERATIONS)
+
+
+def anchors(text):
+    """Of each heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_of_a_document_lead_somewhere(path):
+    text = (ROOT / path).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = ((ROOT / path).parent / file) if file else ROOT / path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def exists(name):
+    """A file of the repository; of its code, also by the end of its path. `<op>` and `*` stand for any name."""
+    pattern = re.sub(r"<\w+>", "*", name)
+    return any(ROOT.glob(pattern)) or any(any((ROOT / place).glob(f"**/{pattern}")) for place in CODE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_files_that_a_document_names_exist(path):
+    text = (ROOT / path).read_text()
+    spans = re.findall(r"`([\w./*<>-]+\.(?:py|md|toml|json|svg|db))`", text)
+    top = "benchmarks|docs|examples|records|scheduler|search_spaces|sweeps|tests"
+    paths = re.findall(rf"(?<![\w/.])((?:{top})/[\w./*-]+)", text)
+    missing = {name for name in (*spans, *(found.rstrip(".-/") for found in paths)) if not exists(name)}
+    assert not missing
+
+
+def test_documents_that_code_names_exist():
+    for place in (*CODE, "examples", "records", "sweeps"):
+        for file in (path for kind in ("*.py", "*.toml", "*.md") for path in (ROOT / place).rglob(kind)):
+            named = set(re.findall(r"(?<![\w./])docs/[\w./-]+\.md", file.read_text()))
+            assert all((ROOT / name).exists() for name in named), f"{file}: {named}"
+
+
+def test_every_document_is_reached_from_the_readme():
+    reached, left = set(), ["README.md"]
+    while left:
+        path = left.pop()
+        if path in reached or not path.endswith(".md"):
+            continue
+        reached.add(path)
+        links = re.findall(r"\]\(([^)#:]+)", (ROOT / path).read_text())
+        left += [os.path.relpath((ROOT / path).parent / link, ROOT) for link in links]
+    assert set(DOCUMENTS) <= reached
+
+
+def test_figures_of_the_documents_are_those_of_the_results():
+    results = {path.stem: json.loads(path.read_text()) for path in results_page.RESULTS.glob("*.json")}
+    run = "run: python benchmarks/results_page.py"
+    page = results_page.page(results)
+    assert results_page.PAGE.read_text() == page, run
+    assert results_page.with_headline(README, results) == README, run
+    for name, ratio in (("matmul", "pallas_vs_xla"), ("fused", "pallas_vs_written"), ("rows", "pallas_vs_xla")):
+        rows = results[f"{name}-nvidia-h200"]["rows"]
+        ends = (end(rows, key=lambda row: row[ratio]) for end in (min, max))
+        for row in (*ends, *(row for row in rows if row[ratio] < results_page.LOSS)):
+            problem = row["problem"].removesuffix(" dtype=bfloat16")
+            assert re.search(rf"\| {problem} \|.* {row[ratio]:.3f} \|", page), problem
+    for name in ("final_vs_xla_geomean", "pallas_vs_xla_worst"):
+        assert f"| {results['matmul-nvidia-h200']['summary'][name]:.3f} |" in README, name
+
+
+@pytest.mark.slow
+def test_the_demo_finds_what_was_tuned():
+    fields = ("m=32", "n=32", "k=32", "dtype=float32")
+    assert "tuning it now" in run("examples/demo.py", *fields)
+    out = run("examples/demo.py", *fields)
+    assert "tuning" not in out
+    assert "2nd call: found in the cache" in out
+    assert "numbers:  right" in out
+
+
+def test_the_terms_of_the_model_are_told_by_the_names_that_explain_prints():
+    _, page = (ROOT / "docs" / "search-and-model.md").read_text().split("| term, as `explain` prints it |")
+    table, _ = page.split("\n\n", 1)
+    told = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    footprint = hopper_matmul.footprint(MatmulProblem(512, 512, 512), hopper_matmul.schedule())
+    assert told == set(CostModel(find("NVIDIA H200")).terms(footprint))
+
+
+def test_install_says_with_which_jax_the_shipped_records_are_current():
+    install = (ROOT / "docs" / "use" / "chips.md").read_text().partition("## Versions")[2]
+    (made,) = {record.environment.jax for record in shipped().records()}
+    assert f"measured with JAX {made}" in install
+    rows = re.findall(r"(?m)^\| .*? \| ([\d.]+) or newer \| ([\d.]+) \| (\w+) \| (\w+)", install)
+    assert {jax for _, jax, *_ in rows} == {path.stem[4:] for path in (ROOT / "constraints").glob("jax-*.txt")}
+    for python, jax, records, kernels in rows:
+        version = tuple(map(int, jax.split(".")))
+        needed = next(needed for since, needed in PYTHON_OF_JAX if version >= since)
+        assert python == ".".join(map(str, needed))
+        assert (records == "current") == (jax.split(".")[:2] == made.split(".")[:2])
+        assert (kernels == "yes") == (version >= (0, 11, 2))

@@ -1,0 +1,394 @@
+"""An unmodified function, compiled both ways."""
+
+import functools
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import scheduler
+from scheduler.core import hardware
+from scheduler.functions import ablation, comparison
+from scheduler.functions.trial import NOTHING_REPLACED
+from scheduler.prediction.predict import predict
+from search_spaces.matmul import MATMUL
+
+pytestmark = pytest.mark.slow
+
+ON_CPU = {"backends": "interpret", "keep": "tuned"}
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def close(actual, expected, rtol=1e-4, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.float64(x), np.float64(y), rtol, atol), actual, expected)
+
+
+def problems(decided):
+    return {str(each.problem) for each in decided.replaced}
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+def layer(x, w):
+    q, k, v = (jnp.einsum("bsd,dhe->bshe", x, w[name]) for name in "qkv")
+    p = jax.nn.softmax(jnp.einsum("bshe,bthe->bhst", q, k) / 3, axis=-1)
+    x = x + jnp.einsum("bhst,bthe,hed->bsd", p, v, w["o"])
+    return x + jax.nn.gelu(clipped(x @ w["up"])) @ w["down"], None
+
+
+def loss(ws, x):
+    return (lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2).mean()
+
+
+def weights(dtype=jnp.float32, layers=2, d=12, heads=2, e=6, f=20):
+    shapes = {
+        "q": (d, heads, e),
+        "k": (d, heads, e),
+        "v": (d, heads, e),
+        "o": (heads, e, d),
+        "up": (d, f),
+        "down": (f, d),
+    }
+    return {n: normal(layers, *s, seed=i, dtype=dtype) * 0.2 for i, (n, s) in enumerate(shapes.items())}
+
+
+def test_a_train_step_with_scan_remat_custom_vjp_and_einsum_gets_tuned_products_and_the_same_gradient():
+    step = jax.value_and_grad(loss)
+    fast = scheduler.optimize(step, **ON_CPU)
+    ws, x = weights(), normal(2, 7, 12)
+    close(fast(ws, x), jax.jit(step)(ws, x))
+    (decided,) = fast.decisions
+    assert decided.kept == "tuned"
+    assert len(decided.replaced) > 10
+    assert not decided.left
+
+
+def test_in_bfloat16_the_step_computes_the_same_within_what_that_rounds():
+    fast = scheduler.optimize(jax.value_and_grad(loss), **ON_CPU)
+    ws, x = weights(jnp.bfloat16, layers=1), normal(2, 5, 12, dtype=jnp.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(ws, x)
+    (decided,) = fast.decisions
+    assert decided.kept == "tuned"
+    assert all("bfloat16" in each or "out_dtype" in each for each in problems(decided))
+
+
+def test_vmap_inside_is_a_batch():
+    def f(a, b):
+        return jax.vmap(lambda x: jnp.tanh(x @ b))(a)
+
+    fast = scheduler.optimize(f, **ON_CPU)
+    a, b = normal(3, 5, 7), normal(7, 9)
+    close(fast(a, b), f(a, b))
+    assert problems(fast.decisions[0]) == {str(MATMUL.problem(m=15, n=9, k=7, dtype="float32"))}
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_transpose_before_or_after_a_product_is_no_copy(way):
+    def forward(x, w):
+        return x @ w.T
+
+    def backward(x, w):
+        return jax.grad(lambda w: (x @ w.T).sum())(w)
+
+    x, w = normal(5, 7), normal(9, 7, seed=1)
+    f = {"forward": forward, "backward": backward}[way]
+    fast = scheduler.optimize(f, **ON_CPU)
+    close(fast(x, w), f(x, w))
+    (text,) = problems(fast.decisions[0])
+    if way == "forward":
+        assert text == str(MATMUL.problem(m=5, n=9, k=7, dtype="float32", transpose_b=True))
+    else:
+        assert text == str(MATMUL.problem(m=9, n=7, k=5, dtype="float32", transpose_a=True))
+    compiled = fast.decisions[0].compiled.as_text()
+    assert " transpose(" not in compiled.split("ENTRY")[1]
+
+
+def test_where_nothing_answers_but_xla_nothing_is_compiled_or_timed():
+    fast = scheduler.optimize(lambda a, b: a @ b)
+    a = normal(8, 8)
+    close(fast(a, a), a @ a)
+    (decided,) = fast.decisions
+    assert decided.kept == "plain"
+    assert decided.plain is None
+    assert decided.reason == NOTHING_REPLACED
+    assert sum(decided.left.values()) == 1
+
+
+def test_both_are_timed_and_the_interpreter_loses():
+    fast = scheduler.optimize(lambda a, b: a @ b, backends="interpret", seconds=0.1)
+    a, b = normal(16, 4096) / 64, normal(4096, 16)  # several steps, one after the other
+    close(fast(a, b), a @ b)
+    (decided,) = fast.decisions
+    assert decided.kept == "plain"
+    assert decided.tuned.median_s > decided.plain.median_s
+    assert decided.tuned.rounds == decided.plain.rounds >= 8
+    assert "XLA's version" in fast.report()
+    assert "interpret" in fast.report()
+
+
+def test_a_version_for_each_shape_dtype_weak_type_static_argument_and_structure():
+    def f(x, n, scale=1.0, *, bias=None):
+        y = (x @ x) * n * scale
+        return y if bias is None else y + bias
+
+    fast = scheduler.optimize(f, static_argnums=1, **ON_CPU)
+    x = normal(4, 4)
+    for args, kwargs in [
+        ((x, 2), {}),
+        ((x, 3), {}),
+        ((x[:3, :3], 2), {}),
+        ((x.astype(jnp.bfloat16), 2), {}),
+        ((x, 2, 2.0), {}),
+        ((x, 2, jnp.float32(2)), {}),
+        ((x, 2), {"bias": x[0]}),
+        ((np.asarray(x), 2), {}),
+    ]:
+        close(fast(*args, **kwargs), f(*args, **kwargs), rtol=2e-2)
+        decided = len(fast.decisions)
+        fast(*args, **kwargs)
+        assert len(fast.decisions) == decided
+    assert len(fast.decisions) == 7 + 1  # numpy arrays are committed nowhere, as x is, and of another type
+
+
+def test_a_jitted_function_keeps_its_static_arguments():
+    f = jax.jit(lambda x, *, n: x @ x * n, static_argnames="n")
+    fast = scheduler.optimize(f, **ON_CPU)
+    x = normal(4, 4)
+    for n in (2, 3, 2):
+        close(fast(x, n=n), f(x, n=n))
+    assert len(fast.decisions) == 2
+
+
+def test_a_method_gets_its_object():
+    class Model:
+        scale = 3.0
+
+        @functools.partial(scheduler.optimize, static_argnums=0, **ON_CPU)
+        def forward(self, x):
+            return self.scale * (x @ x)
+
+    model, x = Model(), normal(4, 4)
+    close(model.forward(x), 3 * (x @ x))
+    assert "Model object" in Model.forward.report()
+
+
+def test_another_precision_is_another_version():
+    fast = scheduler.optimize(lambda x: x @ x, **ON_CPU)
+    x = normal(4, 4)
+    fast(x)
+    with jax.default_matmul_precision("highest"):
+        fast(x)
+    assert ["highest" in text for each in fast.decisions for text in problems(each)] == [False, True]
+
+
+def test_donated_arguments_survive_the_trial_and_are_donated_then():
+    def f(state, x):
+        return state + x @ x, x.sum()
+
+    fast = scheduler.optimize(f, donate_argnums=0, **ON_CPU)
+    x = normal(4, 4)
+    state = jnp.ones((4, 4))
+    expected = state + x @ x
+    for _ in range(3):
+        before = state
+        state, _ = fast(state, x)
+        close(state, expected)
+        assert before.is_deleted()
+        assert not x.is_deleted()
+        expected = expected + x @ x
+    assert fast.decisions[0].kept == "tuned"
+
+
+def test_results_without_numbers_are_compared():
+    def f(n, x):
+        return jax.grad(lambda n, x: (x @ x).sum() * n.sum(), (0, 1), allow_int=True)(n, x), n[:0]
+
+    fast = scheduler.optimize(f, **ON_CPU)
+    (of_n, of_x), none = fast(jnp.arange(3), normal(4, 4))
+    assert fast.decisions[0].kept == "tuned"
+    assert (of_n.dtype, of_x.shape, none.shape) == (jax.dtypes.float0, (4, 4), (0,))
+
+
+def test_side_effects_happen_once():
+    seen = []
+
+    def f(x):
+        io_callback(lambda y: seen.append(float(y)), None, x[0, 0])
+        return x @ x
+
+    fast = scheduler.optimize(f, **ON_CPU)
+    fast(normal(4, 4))
+    jax.effects_barrier()
+    assert len(seen) == 1
+    assert "side effects" in fast.decisions[0].reason
+    assert fast.decisions[0].kept == "plain"
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
+def test_under_another_trace_it_says_what_to_do(transform):
+    fast = scheduler.optimize(lambda x: x * 2.0, **ON_CPU)
+    with pytest.raises(scheduler.SchedulerError, match="optimize the outer function"):
+        transform(fast)(jnp.ones((3, 3)))
+
+
+def test_a_constant_call_under_another_trace_is_refused_too():
+    fast, x = scheduler.optimize(lambda x: x @ x, **ON_CPU), normal(4, 4)
+    with pytest.raises(scheduler.SchedulerError, match="optimize the outer function"):
+        jax.jit(lambda y: y + fast(x))(x)
+
+
+def test_a_version_that_fails_leaves_xlas_with_a_warning(monkeypatch):
+    def broken(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(type(MATMUL.kernel("interpret")), "run", broken)
+    fast = scheduler.optimize(lambda x: x @ x, **ON_CPU)
+    x = normal(6, 6)
+    with pytest.warns(RuntimeWarning, match="RESOURCE_EXHAUSTED"):
+        close(fast(x), x @ x)
+    assert fast.decisions[0].kept == "plain"
+
+
+def test_a_version_that_computes_something_else_leaves_xlas_with_a_warning(monkeypatch):
+    kernel = type(MATMUL.kernel("interpret"))
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *args, **kwargs: run(*args, **kwargs).at[0, 0].add(5.0))
+    fast = scheduler.optimize(lambda count, x: (count + 1, x @ x), donate_argnums=0, **ON_CPU)
+    count, x = jnp.arange(6), normal(6, 6)
+    with pytest.warns(RuntimeWarning, match="computed different results"):
+        close(fast(count, x), (jnp.arange(1, 7), x @ x))
+    assert fast.decisions[0].kept == "plain"
+    assert count.is_deleted()
+
+
+def test_what_the_function_raises_is_raised_as_it_is():
+    fast = scheduler.optimize(lambda a, b: a @ b, **ON_CPU)
+    with pytest.raises(TypeError, match="contracting dimension"):
+        fast(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    with pytest.raises(TypeError):
+        fast("no array", jnp.ones((2, 3)))
+
+
+def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
+    fast = scheduler.optimize(lambda a: a @ a, on_miss="error")
+    with pytest.raises(scheduler.CacheMiss, match="tile-scheduler tune matmul"):
+        fast(normal(6, 6))
+
+
+def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
+    fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
+    operations = [operation.name for operation in ablation.selected_backends().values()]
+    asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
+    assert asked == {
+        "matmul": {"mosaic_tpu"},
+        "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
+        "flash_attention_backward": {"xla"},
+    }
+    everything = scheduler.optimize(lambda a: a @ a)
+    assert {options.backends for options in everything._current_options()} == {None}
+
+
+def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
+    problem = MATMUL.problem(m=4096, n=4096, k=4097, dtype="bfloat16")
+    h200 = hardware.find("H200")
+    unsure = predict(MATMUL, problem, h200)
+    assert unsure.backend == "xla"
+    assert predict(MATMUL, problem, h200, sure=unsure.faster).backend == "mosaic_gpu"
+    for keep, sure in (("faster", 0.5), ("tuned", None)):
+        fast = scheduler.optimize(lambda a: a @ a, keep=keep)
+        assert {options.sure for options in fast._current_options()} == {sure}
+
+
+class JittedElsewhere:
+    """By a library that nothing is known of: it may update objects that no result holds."""
+
+    def __call__(self, x):
+        return x
+
+    def lower(self, x):
+        return jax.jit(self).lower(x)
+
+
+def test_wrong_options_are_refused_before_anything_is_called():
+    with pytest.raises(ValueError, match="keep='best'"):
+        scheduler.optimize(jnp.sin, keep="best")
+    with pytest.raises(ValueError, match="on_miss"):
+        scheduler.optimize(jnp.sin, on_miss="perhaps")
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
+        scheduler.optimize(jnp.sin, backends="cuda")
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
+        scheduler.optimize(jnp.sin, backends=("interpret", "cuda"))
+    with pytest.raises(ValueError, match="empty"):
+        scheduler.optimize(jnp.sin, backends=())
+    with pytest.raises(TypeError, match="backends must be a name or several"):
+        scheduler.optimize(jnp.sin, backends=3)
+    with pytest.raises(TypeError, match="expects a function"):
+        scheduler.optimize(3)
+    with pytest.raises(TypeError, match=r"jitted by jax\.jit, flax\.nnx\.jit or equinox\.filter_jit.*JittedElsewhere"):
+        scheduler.optimize(JittedElsewhere())
+
+
+def test_threads_share_one_decision():
+    traces = []
+
+    def f(x):
+        traces.append(x)
+        return x @ x
+
+    fast, x, results = scheduler.optimize(f, **ON_CPU), normal(5, 5), []
+    threads = [threading.Thread(target=lambda: results.append(fast(x))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    assert len(fast.decisions) == 1
+    assert len(traces) == 1
+
+
+def test_tuned_calls_inside_stay_what_they_are():
+    def f(x):
+        return scheduler.tuned_matmul(x, x, backends="interpret") + x @ x
+
+    fast, x = scheduler.optimize(f, **ON_CPU), normal(6, 6)
+    close(fast(x), 2 * (x @ x))
+    assert len(fast.decisions[0].replaced) == 1
+
+
+def test_a_plain_lowering_of_the_same_function_is_untouched():
+    f = jax.jit(lambda x: jnp.tanh(x @ x))
+    x = normal(6, 6)
+    before = f.lower(x).as_text()
+    scheduler.optimize(f, **ON_CPU)(x)
+    assert f.lower(x).as_text() == before
+
+
+def test_results_that_are_rounding_alone_may_differ_and_wrong_ones_may_not():
+    right = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, 1e-9)}
+    other = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, -1e-9)}
+    moved = {"loss": jnp.float32(2.0), "zero": jnp.full(1000, 3e-10)}
+    assert comparison.disagreement(right, other, 1e-6, lambda: moved) is None
+    assert "['zero']" in comparison.disagreement(right, other, 1e-6, lambda: right)
+    tile = jnp.ones((512, 512))
+    assert comparison.disagreement(tile, tile.at[:8, :8].set(0.0), 2.0**-8, lambda: tile)
+    infinite = jnp.array([1.0, jnp.inf, jnp.nan])
+    assert comparison.disagreement(infinite, infinite, 1e-6, lambda: infinite) is None
+    assert "finite" in comparison.disagreement(infinite, jnp.array([1.0, 2.0, jnp.nan]), 1e-6, lambda: infinite)
+    integers = jnp.arange(4)
+    assert comparison.disagreement(integers, integers + 1, 1e-6, lambda: integers)
