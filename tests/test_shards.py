@@ -116,7 +116,7 @@ def test_a_job_has_each_problem_once_and_can_be_read(capfd):
         ((*MESH, "--in-specs", "open('data')"), 2, "expected a partition spec per array"),
         ((*MESH, "--in-specs", "P(1)"), 2, "expected a partition spec per array"),
         ((*MESH, "--in-specs", "P('x')"), 2, "names x, which the mesh has not (data, model)"),
-        ((*MESH, "--in-specs", "P(), P(), P()"), 2, "3 specs of 2 operands"),
+        ((*MESH, "--in-specs", "P(), P(), P()"), 2, "expected at most 2 specs of operands, found 3"),
         ((*MESH, "--in-specs", "P(None, None, 'data')"), 2, "is of more axes than an array of 2 has"),
         ((), 2, "Missing option '--mesh'"),
     ],
