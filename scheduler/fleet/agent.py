@@ -103,7 +103,7 @@ class Agent:
         return description | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
-        """Searches `order`; yields messages about its progress, the last of which is `SearchEnded` or `SearchFailed`."""
+        """Searches `order`; yields messages about its progress; the last is `SearchEnded` or `SearchFailed`."""
         messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
 
         def work() -> None:
