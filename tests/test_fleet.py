@@ -165,7 +165,7 @@ def test_a_job_is_of_one_kind_of_chip():
     assert of_one_kind(found[:1], None) == found[:1]
     two = "2 x NVIDIA H200 (132 cores, 140 GiB), 1 x NVIDIA H100 80GB HBM3 (132 cores, 80 GiB)"
     for wanted, complaint in (
-        (None, "the cluster is several"),
+        (None, "the cluster matches several"),
         ("b200", "has no b200"),
         ("nvidia", "nvidia is several"),
     ):
