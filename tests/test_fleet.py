@@ -167,7 +167,7 @@ def test_a_job_is_of_one_kind_of_chip():
     for wanted, complaint in (
         (None, "the cluster matches several"),
         ("b200", "has no b200"),
-        ("nvidia", "nvidia is several"),
+        ("nvidia", "nvidia matches several"),
     ):
         with pytest.raises(SchedulerError, match=complaint) as error:
             of_one_kind(found, wanted)

@@ -64,7 +64,7 @@ def test_a_problem_has_what_the_job_shares_unless_it_says_otherwise():
         ("m = 8\nn = 8\nk = 8\nbudget = 0", "budget=0 is out of range; give an integer from 1 to"),
         ("m = 8\nn = 8\nk = 8\nbudget = true", "budget=True is a bool; give an integer from 1 to"),
         ('m = 8\nn = 8\nk = 8\nbackends = "cuda"', "no backend 'cuda'"),
-        ("m = 8\nn = 8\nk = 8\nbackends = 3", "backends=3 is no text"),
+        ("m = 8\nn = 8\nk = 8\nbackends = 3", "backends must be comma-separated names"),
         ('operation = "softmux"', "no operation 'softmux'"),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_file_that_lacks_an_operation_names_those_that_it_has(tmp_path):
         ("seconds = nan", "seconds=nan is out of range"),
         ('seconds = "1"', "seconds='1' is a str"),
         ('backends = "interprte"', "no backend 'interprte'; did you mean 'interpret'"),
-        ("backends = 3", "backends=3 is no text"),
+        ("backends = 3", "backends must be comma-separated names"),
         ('backends = ["xla"]', "is no text"),
         ('hardware = "h100"', "a job has no 'hardware'"),
         ("trials = 3", "a job has no 'trials'; did you mean 'budget'"),

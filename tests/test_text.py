@@ -176,7 +176,7 @@ def test_records_are_filed_by_hardware_and_operation_and_replace_older_ones(tmp_
 def test_one_key_in_two_files_is_refused(tmp_path):
     [file] = text_files.add_records(tmp_path, [values.record()])
     (file.parent / "copy.jsonl").write_bytes(file.read_bytes())
-    with pytest.raises(StoreError, match="both hold matmul"):
+    with pytest.raises(StoreError, match="both have matmul"):
         text_files.read_records(tmp_path)
 
 
