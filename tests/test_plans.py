@@ -86,7 +86,7 @@ def test_a_plan_prints_what_it_answers_and_what_that_gained():
         "1.5x XLA",
         "   xla: 3.00 ms a call (+- 5.00 us) in 20 rounds",
         "  plan: 2.00 ms a call (+- 5.00 us) in 20 rounds",
-        "count    alone  library  problem, and what answers it",
+        "count    alone  library  problem, and its kernel",
         "    3  2.00 us  3.00 us  matmul m=64 n=48 k=32 dtype=float32",
         "                         interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
     ]
