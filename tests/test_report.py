@@ -151,7 +151,7 @@ def test_schedules_of_several_operations_show_only_fields_of_their_own():
     choices = [("gpu", tile), ("gpu", row), ("gpu", {"rows": 32}), ("gpu", tile | {"stages": 2})]
     shown = compared(choices, operations=["matmul", "softmax", "softmax", "matmul"])
     assert shown.texts == ["gpu stages=4 tile_m=64", "gpu rows=16", "gpu rows=32", "gpu stages=2"]
-    assert shown.note == ["schedules are shown by what differs from the first of its operation and backend"]
+    assert shown.note == ["schedules are shown by their differences from the first of its operation and backend"]
 
 
 def test_an_interval_of_one_value_is_that_value():

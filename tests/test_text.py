@@ -86,7 +86,7 @@ def test_export_sorts_and_import_restores():
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("format",), 2, "format 2 is not format 1"),
+        (("format",), 2, "this version reads format 1, found format 2"),
         (("entries",), [], "entries: at least the winner is wanted"),
         (("entries", 0, "measurement", "median_s"), "fast", "entries: item 0: measurement: median_s: a finite number"),
         (("entries", 0, "measurement", "median_s"), float("nan"), "a finite number of seconds is wanted, found nan"),
