@@ -414,9 +414,9 @@ def test_a_directory_is_no_cache(tmp_path):
     ("url", "reason"),
     [
         ("mysql://host/base", "SQLite or PostgreSQL, found mysql"),
-        ("://", "expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE"),
+        ("://", "expected the URL of a database"),
         ("nonsense://x", "SQLite or PostgreSQL, found nonsense"),
-        ("postgresql://host:port/base", "expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE"),
+        ("postgresql://host:port/base", "expected the URL of a database"),
         ("postgresql:/host/base", "expected a path or a URL that begins with postgresql://"),
         ("postgres:base", "expected a path or a URL that begins with postgres://"),
         ("sqlite:/tmp/a.db", "expected a path or a URL that begins with sqlite://"),

@@ -306,8 +306,8 @@ def _url(url: str | Path) -> sa.URL:
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError):  # the message may contain a password
         raise StoreError(
-            "expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE (with special characters of user and password "
-            f"percent-encoded) or the path of a file, found {shown_url(url)}"
+            "expected the URL of a database, postgresql://USER:PASSWORD@HOST:PORT/DATABASE with special characters of "
+            f"user and password percent-encoded, or the path of a file, found {shown_url(url)}"
         ) from None
     if parsed.drivername in ("postgres", "postgresql"):
         return parsed.set(drivername="postgresql+psycopg")  # the driver of the extra [postgres]
