@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def text(words: str) -> list[str]:
     """A paragraph."""
     return [*textwrap.wrap(words, 118, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def in_place(document: str, program: str, lines: Sequence[str]) -> str:
+    """The document with these lines between the comments that name the program of benchmarks/."""
+    place = re.compile(rf"(?<=<!-- by benchmarks/{re.escape(program)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    return place.sub(lambda _: "".join(f"{each}\n" for each in lines), document)
 
 
 def spread(shares: Iterable[float]) -> tuple[str, str]:
@@ -27,7 +34,8 @@ def number(value: float | None, digits: int) -> str:
 
 def table(*titles: str, left: int) -> list[str]:
     """The head of a table whose first so many columns are words."""
-    return [line(*titles), line(*["---"] * left, *["---:"] * (len(titles) - left))]
+    rule = "|".join(["---"] * left + ["---:"] * (len(titles) - left))
+    return [line(*titles), f"|{rule}|"]
 
 
 def line(*cells: str) -> str:

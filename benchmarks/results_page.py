@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness import RESULTS, ROOT, told
-from markdown_page import line, number, percent, spread, table, text
+from markdown_page import in_place, line, number, percent, spread, table, text
 
 from scheduler.core import codec
 from search_spaces import load
@@ -23,16 +23,8 @@ MOST_NAMED = 8  # problems that a result lacks
 LOSS = 0.98  # a table has every row whose ratio is below
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 TRIALS = ("4", "16", "64")
-PLACE = re.compile(r"(?<=<!-- by benchmarks/results_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
-
-EXAMPLES = {  # operation and problem, as rows name it: in words
-    "matmul m=4096 n=4096 k=4096 dtype=bfloat16": "4096 x 4096 x 4096 in bfloat16",
-    "matmul m=16 n=8192 k=8192 dtype=bfloat16": "16 x 8192 x 8192",
-    "matmul m=1024 n=50257 k=768 dtype=bfloat16 transpose_b=True": "GPT-2's LM head (1024 x 50257 x 768)",
-    "softmax rows=2048 columns=32768": "a softmax of 2,048 rows of 32,768",
-}
 
 
 def main() -> None:
@@ -44,30 +36,7 @@ def main() -> None:
 
 def with_headline(document: str, results: Mapping[str, Result]) -> str:
     """The README with today's figures in their place."""
-    return PLACE.sub(lambda _: "\n".join(headline(results)), document)
-
-
-def headline(results: Mapping[str, Result]) -> list[str]:
-    """The table of ratios, then examples and the costs of a search and of a call."""
-    calls, quality = (results[f"{name}-nvidia-h200"]["summary"] for name in ("call_overhead", "search_quality"))
-    tuning = max(_files(results, "tuning_time").values(), key=lambda result: str(result["environment"]["date"]))
-    time = tuning["summary"]
-    products, rows = (results[f"{name}-nvidia-h200"]["rows"] for name in ("matmul", "rows"))
-    measured = {f"{row.get('operation', 'matmul')} {row['problem']}": row for row in (*products, *rows)}
-    return [
-        *_ratios(results),
-        "",
-        *text(
-            "For example, " + "; ".join(_example(measured[problem], words) for problem, words in EXAMPLES.items()) + "."
-        ),
-        *text(
-            f"On an {_chip(tuning)}, a search at 4096 x 4096 x 4096 took {time['trials']} trials and "
-            f"{time['seconds_with_startup']:.1f} s, with the start of its processes. Without measuring, the top "
-            f"prediction comes to {percent(quality['first_choice_median'])} of the best schedule in the median of "
-            f"{quality['shapes']} recorded sweeps, and to {percent(quality['first_choice_worst'])} at worst. "
-            f"A cached eager call adds {calls['eager_overhead_us']:.1f} us to a jitted one."
-        ),
-    ]
+    return in_place(document, "results_page.py", list(_ratios(results)))
 
 
 def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
@@ -97,10 +66,6 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
 
 
-def _example(row: Row, words: str) -> str:
-    return f"{words} takes {row['final_us']:.1f} us, by XLA {row['xla_us']:.1f}"
-
-
 def page(results: Mapping[str, Result]) -> str:
     """The whole of docs/results.md."""
     of = {name.removesuffix("-nvidia-h200"): result for name, result in results.items()}
@@ -108,15 +73,12 @@ def page(results: Mapping[str, Result]) -> str:
         "# Results",
         "",
         *text(
-            "Written by `python benchmarks/results_page.py` from `benchmarks/results/` and `records/`; do not edit. "
-            "The JSON file of a section has every row, the command and the environment. A table of ratios shows the "
-            f"worst row, all others below {LOSS}, the median and the best. A ratio above 1 means that ours is faster. "
-            "Times are microseconds of the kernels on the device, operands out of the cache unless the file says "
-            "`warm` ([how times are taken](measuring.md)). Kernels: [matmul](kernels/matmul-hopper.md), "
-            "[rows](kernels/rows-hopper.md), [attention](kernels/flash-attention.md). What was tried: "
-            "[experiments](experiments.md)."
+            "Written by `python benchmarks/results_page.py`; do not edit. Each section names its files in "
+            "`benchmarks/results/` (all rows, command, environment) by program and chip, with JAX, date and commit. "
+            f"Tables show the worst row, others below {LOSS}, the median and the best. "
+            "A ratio above 1 means that ours is faster. Times are microseconds on the device, operands out of the "
+            "cache unless the file says `warm` ([measuring](measuring.md)). Summary: [README](../README.md)."
         ),
-        *_ratios(results),
         *_matmul(of["matmul"]),
         *_fused(of["fused"]),
         *_rows(of["rows"]),
@@ -145,25 +107,23 @@ def _matmul(result: Result) -> Iterator[str]:
     rows = result["rows"]
     yield from _section("Matrix products", "matmul-nvidia-h200", result)
     yield from text(
-        "The roofline is the larger of flops / peak rate (989 TFLOP/s in bfloat16) and bytes / bandwidth (4.8 TB/s). "
-        "*Answer* is what `tuned_matmul` runs: the faster of XLA's program and the best Pallas schedule of a search "
-        "of up to 64 trials. *JAX's* is the best of 64 random schedules of `hopper_matmul_mgpu`; empty "
-        f"where that kernel cannot do the problem. Pallas alone is slower than XLA on "
-        f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems."
+        "*Roofline*: the larger of flops / 989 TFLOP/s and bytes / 4.8 TB/s. *Pallas*: the best schedule of up to 64 "
+        "trials. *Answer*: the faster of XLA and Pallas, which `tuned_matmul` runs. *JAX's*: the best of 64 random "
+        "schedules of `hopper_matmul_mgpu`, empty where it cannot run. Pallas alone is slower than XLA on "
+        f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems. bfloat16 unless named."
     )
     titles = ("problem", "from", "roofline", "XLA", "JAX's", "Pallas", "answer", "XLA / Pallas", "XLA / answer")
     yield from table(*titles, left=2)
     for row in notable(rows, "pallas_vs_xla"):
         times = (number(row[f"{name}_us"], 1) for name in ("bound", "xla", "jax_hopper", "pallas", "final"))
         ratios = (number(row[name], 3) for name in ("pallas_vs_xla", "final_vs_xla"))
-        yield line(row["problem"], row["origin"], *times, *ratios)
+        yield line(row["problem"].removesuffix(" dtype=bfloat16"), row["origin"], *times, *ratios)
 
 
 def _fused(result: Result) -> Iterator[str]:
     yield from _section("Bias, activation and residual", "fused-nvidia-h200", result)
     yield from text(
-        "In the epilogue of the product, against XLA's program for `activation(a @ b + bias) + residual` in bfloat16, "
-        "which rounds at each step."
+        "Against XLA's program for `activation(a @ b + bias) + residual` in bfloat16, which rounds at each step."
     )
     titles = ("problem", "from", "as written", "XLA in float32", "Pallas", "as written / Pallas")
     yield from table(*titles, left=2)
@@ -174,14 +134,12 @@ def _fused(result: Result) -> Iterator[str]:
 
 def _rows(result: Result) -> Iterator[str]:
     yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", "rows-nvidia-h200", result)
-    yield from text(
-        "XLA is its program for the formula in float32. TB/s count each operand read once and each result written once."
-    )
+    yield from text("XLA computes the formula in float32. TB/s count each operand and each result once.")
     yield from _table_of_rows(result["rows"])
     yield from ("", "### Rows that start anywhere, and float32 weights", "")
     yield from text(
-        "By the final comparisons of the shipped records (`records/`). XLA is the faster of its two programs: the "
-        "formula in float32, and what people write."
+        "From the final comparisons in `records/`. XLA is the faster of its two programs: the formula in float32, and "
+        "what people write."
     )
     yield from _table_of_rows(list(_unaligned()))
 
@@ -219,11 +177,10 @@ def _quality(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("The model and the search", "search_quality-nvidia-h200", result)
     yield from text(
-        f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass. "
-        "A shape's figure is the median of its seeds; the tables have the median and the worst of the "
-        "shapes ([limits of these figures]"
-        "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). The best schedule of the first pass "
-        f"reaches {s['noise_ceiling_worst']:.3f} at worst."
+        f"From sweeps of {s['shapes']} matmuls ([limits]"
+        "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)): shares of the speed of the fastest "
+        "schedule in the second pass, median over seeds, then median and worst shape. The best schedule of the first "
+        f"pass reaches {s['noise_ceiling_worst']:.3f} at worst."
     )
     yield from table("", "median", "worst", left=1)
     columns = {
@@ -245,8 +202,8 @@ def _quality(result: Result) -> Iterator[str]:
     worst = {change: min(row["ablations"][change]["first_choice"] for row in rows) for change in (whole, *changes)}
     harmful = [change for change in changes if worst[change] < worst[whole]]
     yield from text(
-        f"Of {len(changes)} changes that take a term out of the model, one at a time, these {len(harmful)} lower the "
-        "worst top prediction:"
+        f"Of {len(changes)} changes that remove a term of the model, these {len(harmful)} lower the worst top "
+        "prediction:"
     )
     yield from table("", "top prediction, median", "worst", "tau, median", left=1)
     for change in (whole, *harmful):
@@ -260,11 +217,10 @@ def _search_times(results: Mapping[str, Result]) -> Iterator[str]:
     for name, result in results.items():
         yield from _source(name, result)
     yield from text(
-        "One search is of 4096 x 4096 x 4096, with the start of its processes. The job tunes all problems, and "
-        "`verify` measures its records again. *Difference*: of the winners of two searches with different seeds, the "
-        "worst. A row without a job is older than separate compile processes."
+        "*Search*: 4096 x 4096 x 4096, with the start of its processes. *Difference*: between the winners of two "
+        "seeds, at worst. A row without a job precedes separate compile processes."
     )
-    titles = ("one search, s", "trials", "problems", "job, s a problem", "`verify`, s a record", "difference")
+    titles = ("search, s", "trials", "problems", "job, s a problem", "`verify`, s a record", "difference")
     yield from table("", *titles, left=1)
     for result in results.values():
         s = result["summary"]
@@ -286,14 +242,14 @@ def _attention(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("Attention", "attention-nvidia-h200", result)
     yield from text(
-        "*Pallas* is the best schedule of a search of up to 12 trials, *model* the cost model's first choice. All are "
-        "timed in turns, by a process that chose none. Rates are TFLOP/s of the visible pairs of queries and keys, and "
-        "TB/s in decoding (one query). The geometric mean against cuDNN is "
+        "*Pallas*: the best schedule of up to 12 trials. *Model*: the cost model's first choice. A process that chose "
+        "none timed all. Rates: TFLOP/s of visible pairs, TB/s in decoding (one query). Against cuDNN: "
         f"{s['pallas_vs_cudnn_geomean']:.3f} forward ({s['causal_vs_cudnn_geomean']:.3f} causal), "
-        f"{s['backward_vs_cudnn_geomean']:.3f} backward; the worst are {s['pallas_vs_cudnn_worst']:.3f}, "
-        f"{s['backward_vs_cudnn_worst']:.3f}, and {s['decode_vs_cudnn_worst']:.3f} decoding; against tokamax' kernel, "
-        f"forward without decoding, {s['pallas_vs_tokamax_geomean']:.3f}, at worst {s['pallas_vs_tokamax_worst']:.3f}. "
-        f"The {len(rows)} points are in bfloat16 unless they say otherwise."
+        f"{s['backward_vs_cudnn_geomean']:.3f} backward in the geometric mean; at worst "
+        f"{s['pallas_vs_cudnn_worst']:.3f} forward, "
+        f"{s['backward_vs_cudnn_worst']:.3f} backward, {s['decode_vs_cudnn_worst']:.3f} decoding. Against tokamax, "
+        f"forward without decoding: {s['pallas_vs_tokamax_geomean']:.3f}, at worst "
+        f"{s['pallas_vs_tokamax_worst']:.3f}. {len(rows)} points, bfloat16 unless named."
     )
     yield from table("", "cuDNN", "tokamax", "Pallas", "rate", "cuDNN / Pallas", "Pallas / model", left=1)
     for decode, backward in ((False, False), (True, False), (False, True)):
@@ -311,9 +267,8 @@ def _attention(result: Result) -> Iterator[str]:
 def _layers(result: Result) -> Iterator[str]:
     yield from _section("Whole layers", "layer-nvidia-h200", result)
     yield from text(
-        "Wall time of a layer, microseconds, under sustained load, in turns: plain jnp with cuDNN's attention, tuned "
-        "calls under a plan decided in context, tuned calls as their records say, and `optimize` of the plain code. "
-        "*Error* is the plan's distance from the same model in float32, over that of jnp."
+        "Wall time under sustained load, in turns, of plain jnp with cuDNN's attention, a plan, tuned calls by their "
+        "records, and `optimize` of the plain code. *Error*: the plan's distance from float32, over that of jnp."
     )
     names = ("jnp", "plan", "tuned", "optimize")
     ratios = [f"jnp / {name}" for name in names[1:]]
@@ -330,10 +285,9 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
         return
     yield from ("", "## Several GPUs of one host", "")
     yield from text(
-        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns) by the shardings of their arguments: wall time of a "
-        "layer, microseconds, under sustained load, in turns. *Error* is the distance from float32, over that of jnp; "
-        "MB are the results of the collectives on a GPU. The job tunes problems drawn from public models, from an "
-        "empty cache. *Busy* is the share of the time in which any kernel ran."
+        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns), timed as above. *MB*: results of the collectives "
+        "on a GPU. A job tunes problems of public models, from an empty cache. *Busy*: share of the time in which a "
+        "kernel ran."
     )
     for name, result in results.items():
         yield from _source(name, result)
@@ -378,9 +332,9 @@ def _faults(results: Mapping[str, Result]) -> Iterator[str]:
     injected, lost, blamed = (sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed"))
     won = "each time" if all(row["right_one_won"] for row in rows) else "not each time"
     yield from text(
-        f"Faults are injected into searches among right candidates: {injected} injections, {lost} lost "
-        f"(neither a measurement nor a failure), {blamed} blamed (right candidates that failed, or faults taken for "
-        f"another kind). The right candidate won {won}."
+        f"{injected} faults injected into searches: {lost} lost (neither a measurement nor a failure), {blamed} "
+        f"wrongly blamed (right candidates that failed, or faults taken for another kind). The right "
+        f"candidate won {won}."
     )
     caught: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -396,11 +350,10 @@ def _faults(results: Mapping[str, Result]) -> Iterator[str]:
 def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Kernels for chips that are not here, by their compilers", "")
     yield from text(
-        "Schedules drawn at random and from the top of the model's ranking, ragged problems included, by "
-        "`benchmarks/tpu_fit.py` (`benchmarks/results/tpu_fit-*.json`). *Accepted falsely*: the model calls the "
-        "schedule legal and the compiler refuses it; *rejected falsely*: the reverse. *To the byte*: the compiled "
-        "program has the on-chip memory that was predicted. Tau is Kendall's, between the model's times and the "
-        "compiler's estimates, the median over problems."
+        "`benchmarks/tpu_fit.py` draws schedules, also from the top of the model's ranking "
+        "(`benchmarks/results/tpu_fit-*.json`). *Accepted falsely*: legal for the model, refused by the compiler; "
+        "*rejected falsely*: the reverse. *To the byte*: on-chip memory as predicted. *Tau*: Kendall's, between the "
+        "model's times and the compiler's estimates, median over problems."
     )
     yield from table("chip", "schedules", "accepted falsely", "rejected falsely", "to the byte", "tau", left=1)
     for name, of in sorted(results.items()):
@@ -414,7 +367,7 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     chips = [of["summary"] for name, of in results.items() if name.startswith("mma_fit")]
     ways = [s for chip in chips for s in (chip, *(s for name, s in chip.items() if name.startswith("sm_")))]
     yield from text(
-        "Matmuls by warp-level MMA, compiled by ptxas for sm_80, sm_86 and sm_89 by `benchmarks/mma_fit.py` "
+        "`benchmarks/mma_fit.py` compiles warp-level MMA matmuls by ptxas for sm_80, sm_86 and sm_89 "
         f"(`benchmarks/results/mma_fit-*.json`): {sum(s['schedules'] for s in ways)} compilations, "
         f"{sum(s['refused'] for s in chips)} refused, {sum(s['spilled'] for s in ways)} with spills, "
         f"{sum(s['other_onchip_bytes'] for s in chips)} with other on-chip bytes than predicted."
@@ -436,8 +389,7 @@ def _source(name: str, result: Result) -> Iterator[str]:
     made = result["environment"]
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
-    yield f"`benchmarks/results/{name}.json`, by `benchmarks/{name.partition('-')[0]}.py`:"
-    yield f"{_chip(result)}, jax {made['jax']}{when}, commit {commits}."
+    yield f"`{name}.json`: jax {made['jax']}{when}, {commits}."
     if missing := made.get("missing"):
         many = len(missing) > MOST_NAMED
         yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."

@@ -91,9 +91,7 @@ def autotune(
       DeclarationError: an invalid declaration; the message says what to write instead.
     """
     if function is not None:
-        raise DeclarationError(
-            "autotune takes what is to be chosen: write @scheduler.autotune(tile_m=(64, 128), reference=...)"
-        )
+        raise DeclarationError("autotune expects choices: write @scheduler.autotune(tile_m=(64, 128), reference=...)")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         operation = operation_of(

@@ -130,7 +130,7 @@ def sharded(kind):
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [(AxisType.Auto, "divided over the devices of a mesh"), (AxisType.Explicit, "on a mesh with explicit axes")],
+    [(AxisType.Auto, "sharded over the devices of a mesh"), (AxisType.Explicit, "on a mesh with explicit axes")],
 )
 def test_of_what_is_not_divided_who_leaves_xla_out_is_told_why_and_others_may_read_it(kind, why, jitted, caplog):
     whole = tuned(dataclasses.replace(SOFTMAX, shard=None))

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from scheduler.cli.arguments import AsJson, Fields, HardwareName, OperationName, problem_of, usage_errors
-from scheduler.cli.mesh_words import MeshName, letters_of, mesh_of, mesh_text, specs_of
+from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, mesh_text, specs_of
 from scheduler.cli.terminal import Json, console_beside, console_here, print_json, table, texts
 from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError

@@ -147,7 +147,7 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
         if wanted(record.key) and has_fields(record, None, field_texts(fields)):
             found.setdefault(record.key, record)
     if not found:
-        raise NothingToDraw("nothing of that is stored or shipped; tile-scheduler list shows what is")
+        raise NothingToDraw("no such record is stored or shipped; tile-scheduler list shows all")
     chips = collections.Counter(key.hardware for key in found)
     (most, _), *others = chips.most_common()
     if others:

@@ -50,7 +50,7 @@ ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
 ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
 # Why no kernel can be selected on a mesh if the call is not divided into one part per device.
-ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
+ON_A_MESH = "it is sharded over the devices of a mesh (kernels are selected inside `jax.shard_map`)"
 
 logger = logging.getLogger("scheduler")
 

@@ -18,12 +18,12 @@ from scheduler.core.neighbours import Near
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Failure, Key, Record, Trial
 from scheduler.fleet.messages import (
-    Failed,
-    Found,
     Message,
     Order,
-    Reached,
-    Tried,
+    ProgressReport,
+    SearchEnded,
+    SearchFailed,
+    TrialEnded,
     differences,
     kernel_versions,
     versions,
@@ -103,7 +103,7 @@ class Agent:
         return description | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
-        """Searches `order`; yields messages about its progress, the last of which is `Found` or `Failed`."""
+        """Searches `order`; yields messages about its progress; the last is `SearchEnded` or `SearchFailed`."""
         messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
 
         def work() -> None:
@@ -118,10 +118,10 @@ class Agent:
             if isinstance(message, BaseException):
                 raise message
             yield message
-            if isinstance(message, Found | Failed):
+            if isinstance(message, SearchEnded | SearchFailed):
                 return
 
-    def _searched(self, order: Order, say: Say) -> Found | Failed:
+    def _searched(self, order: Order, say: Say) -> SearchEnded | SearchFailed:
         relay = Relay(order, say)
         try:
             operation = _loaded(order)
@@ -131,12 +131,12 @@ class Agent:
             task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
             how = SearchOptions(order.seed, order.l2, sampler=order.sampler)
             self._device.open()
-            record = self._device.search(task, how, relay, lambda step: say(_reached(step)))
+            record = self._device.search(task, how, relay, lambda step: say(_progress_report(step)))
         except ExecutorLost as error:
-            return Failed(str(error), device=True)
+            return SearchFailed(str(error), device=True)
         except (SchedulerError, DeclarationError) as error:
-            return Failed(str(error), finished=relay.finished)
-        return Found(codec.record_to_text(record))
+            return SearchFailed(str(error), finished=relay.finished)
+        return SearchEnded(codec.record_to_text(record))
 
 
 class Relay:
@@ -174,10 +174,10 @@ class Relay:
         return [codec.trial_from_text(line) for line in self._order.known]
 
     def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        self._say(Tried(codec.trial_to_text(trial)))
+        self._say(TrialEnded(codec.trial_to_text(trial)))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
-        self._say(Tried(codec.trial_to_text(trial), refuted=True))
+        self._say(TrialEnded(codec.trial_to_text(trial), refuted=True))
 
 
 def _loaded(order: Order) -> Operation[Any]:
@@ -202,11 +202,13 @@ def _loaded(order: Order) -> Operation[Any]:
     return operation
 
 
-def _reached(step: Progress) -> Reached:
+def _progress_report(step: Progress) -> ProgressReport:
     def text(trial: Trial | None) -> str | None:
         return None if trial is None else codec.trial_to_text(trial)
 
-    return Reached(step.done, step.budget, text(step.best), text(step.last), step.elapsed_s, step.eta_s, step.resumed)
+    return ProgressReport(
+        step.done, step.budget, text(step.best), text(step.last), step.elapsed_s, step.eta_s, step.resumed
+    )
 
 
 # ------------------------------------------------------------------------------

@@ -11,7 +11,15 @@ from scheduler.core.errors import ExecutorLost, SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Key, Record, Trial, key_of
-from scheduler.fleet.messages import Failed, Found, Message, Order, Reached, Tried, kernel_versions
+from scheduler.fleet.messages import (
+    Message,
+    Order,
+    ProgressReport,
+    SearchEnded,
+    SearchFailed,
+    TrialEnded,
+    kernel_versions,
+)
 from scheduler.prediction.transfer import WORTH_A_TRIAL, near
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.trials import BestEffortWriter, TrialStore
@@ -73,17 +81,17 @@ def received(
     with BestEffortWriter(store) as keeping:
         for message in messages:
             match message:
-                case Tried(text, refuted):
+                case TrialEnded(text, refuted):
                     trial = codec.trial_from_text(text)
                     shown = parameters(trial) if parameters is not None else None
                     keeping.write(functools.partial(_keep, key, trial, environment, refuted, shown))
-                case Reached():
+                case ProgressReport():
                     progress(_progress(message))
-                case Found(text):
+                case SearchEnded(text):
                     record = codec.record_from_text(text)
                     keeping.write(functools.partial(_put, record))
                     return record
-                case Failed(reason, finished, device):
+                case SearchFailed(reason, finished, device):
                     if finished:
                         keeping.write(lambda store: store.finish(key))
                     raise (ExecutorLost if device else SchedulerError)(reason)
@@ -103,7 +111,7 @@ def _put(record: Record, store: TrialStore) -> None:
     store.put(record)
 
 
-def _progress(step: Reached) -> Progress:
+def _progress(step: ProgressReport) -> Progress:
     def trial(text: str | None) -> Trial | None:
         return None if text is None else codec.trial_from_text(text)
 

@@ -47,7 +47,7 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tried:
+class TrialEnded:
     """A finished trial; a `refuted` trial had a time and was found wrong later."""
 
     trial: str
@@ -55,7 +55,7 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
+class ProgressReport:
     """The progress of a search: a `Progress` with its trials as text."""
 
     done: int
@@ -68,14 +68,14 @@ class Reached:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchEnded:
     """The end of a search, with its record."""
 
     record: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Failed:
+class SearchFailed:
     """The end of a search without a record, with the reason.
 
     Attributes:
@@ -88,7 +88,7 @@ class Failed:
     device: bool = False
 
 
-Message = Tried | Reached | Found | Failed
+Message = TrialEnded | ProgressReport | SearchEnded | SearchFailed
 
 
 def versions() -> dict[str, str]:

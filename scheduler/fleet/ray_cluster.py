@@ -24,8 +24,8 @@ from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import differences, versions
 from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search.describing import TrialParameters
 from scheduler.search.task import SearchOptions, Task
+from scheduler.search.trial_parameters import TrialParameters
 from scheduler.search.trials import TrialStore
 from search_spaces.target import Target
 

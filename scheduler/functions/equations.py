@@ -87,9 +87,9 @@ def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
         jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
     if _has_backward(whole) and not _has_backward(jaxpr):
         warnings.warn(
-            "the function computes derivatives that none of its results needs: XLA drops them, and here they do not "
-            "count. Return what it makes of them (gradients, parameters, a model). What a function of jax.jit writes "
-            "into its arguments is lost: let flax.nnx.jit jit it, or nothing",
+            "the function computes derivatives that none of its results needs: XLA removes them, and they are not "
+            "counted. Return the values that depend on them (gradients, parameters, a model). A function of jax.jit "
+            "loses updates of its arguments: use flax.nnx.jit, or no jit",
             RuntimeWarning,
             stacklevel=3,
         )

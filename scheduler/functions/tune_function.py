@@ -92,7 +92,7 @@ def tune_function(
         raise SchedulerError(f"{_name(fn)} makes no tuned call, so there is nothing to plan. {found!r}")
     for row in found.tuned:
         named_backends(row.operation, backends)
-    return _Tuning(_name(fn), whole, found.tuned, chips.detect()).run(
+    return _FunctionTuning(_name(fn), whole, found.tuned, chips.detect()).run(
         backends, Search(dispatch.user_cache() if store is None else store, 60 * minutes, budget, progress)
     )
 
@@ -124,7 +124,7 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or _name(getattr(fn, "func", type(fn)))
 
 
-class _Tuning:
+class _FunctionTuning:
     """The state of `tune_function` for one function."""
 
     def __init__(self, name: str, whole: CompiledFunction, rows: Sequence[ProblemCount], chip: Hardware) -> None:

@@ -96,7 +96,7 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     tuned = "Estimated by the compiler, not measured," if record.estimated else "Measured"
     yield f"{tuned} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
     versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
-    lost = "" if trials_kept else ", their times not kept beside the record"
+    lost = "" if trials_kept else ", their times not stored with the record"
     yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
     if stale(record):
         yield stale_line()

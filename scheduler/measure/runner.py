@@ -115,7 +115,7 @@ class Runner(Protocol):
         A thread must not request other problems within this context. Outside of it, requests may have to compile again.
 
         Args:
-          exclusive: hold no other problem at the same time, because the caller has a time limit.
+          exclusive: reserve no other problem at the same time, because the caller has a time limit.
 
         Raises:
           NoCandidate: as in `capacity`.
@@ -158,7 +158,7 @@ class InProcess:
         self.hardware = chips.detect()
         self.environment = environment(driver="")
         self._benches = BenchCache[tuple[Operation[Any], Problem, L2]](
-            lambda what: Bench(what[0], what[1], self.hardware, l2=what[2])
+            lambda key: Bench(key[0], key[1], self.hardware, l2=key[2])
         )
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
@@ -183,8 +183,8 @@ class InProcess:
         return self._benches.ask((task.operation, task.problem, task.l2), ask)
 
     def confirm(self, task: Task) -> Failure | None:
-        what = task.operation, task.problem, task.l2
-        return self._benches.ask(what, lambda bench: bench.confirm(task.backend, task.schedule))
+        key = task.operation, task.problem, task.l2
+        return self._benches.ask(key, lambda bench: bench.confirm(task.backend, task.schedule))
 
     def others(self) -> int:
         return 0  # a CPU has no list of the processes that use it

@@ -301,5 +301,5 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
         try:
             found |= {c.backend: c for c in read()}
         except StoreError as error:  # reported once by the code that reads records
-            _log.debug("%s (the model goes on without what it holds)", error)
+            _log.debug("%s (the model continues without its constants)", error)
     return found

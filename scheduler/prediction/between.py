@@ -182,18 +182,18 @@ def _around(of: Range, operation: Operation[Any], problem: Problem, hardware: Ha
 
 def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -> RangeAnswer | str:
     operation, problem, hardware = question.operation, question.problem, question.hardware
-    low, high = (_held(question, of.field, value, find) for value in ends)
-    for value, held in zip(ends, (low, high), strict=True):
-        if isinstance(held, str):
-            return type(held)(f"{of.field}={value}: {held}")
-    assert isinstance(low, _Held)
-    assert isinstance(high, _Held)
+    low, high = (_range_point(question, of.field, value, find) for value in ends)
+    for value, end in zip(ends, (low, high), strict=True):
+        if isinstance(end, str):
+            return type(end)(f"{of.field}={value}: {end}")
+    assert isinstance(low, _RangePoint)
+    assert isinstance(high, _RangePoint)
     share = math.log(getattr(problem, of.field) / ends[0]) / math.log(ends[1] / ends[0])
     # With equal gains, the winner at the upper point is preferred: a partly empty tile takes as long as a full one.
     entries = {
         point_of(entry.backend, entry.schedule): entry
-        for held in (high, low)
-        for entry in held.record.entries
+        for end in (high, low)
+        for entry in end.record.entries
         if entry.backend in question.allowed
     }
     gains = _Gains(question, low, high, share)
@@ -228,7 +228,7 @@ def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _RangePoint:
     """A point of the range with its valid record."""
 
     problem: Problem
@@ -259,7 +259,7 @@ class _Held:
         return min(0.0, max((gain for (backend, _), gain in self._gains.items() if backend == point[0]), default=0.0))
 
 
-def _held(question: _Question, field: str, value: int, find: Find) -> _Held | str:
+def _range_point(question: _Question, field: str, value: int, find: Find) -> _RangePoint | str:
     """Returns a point with its record, whichever kernel won there; or why it has no valid record."""
     operation, hardware = question.operation, question.hardware
     try:
@@ -270,8 +270,10 @@ def _held(question: _Question, field: str, value: int, find: Find) -> _Held | st
     for record in find(key_of(operation, there, hardware)):
         found = recheck(operation, there, hardware, record, backends=question.allowed | {operation.library.backend})
         if not isinstance(found, str) and all(entry.measurement.median_s > 0 for entry in record.entries):
-            return _Held(there, record)
-        invalid_reason = invalid_reason or (found if isinstance(found, str) else "its record has a time that is none")
+            return _RangePoint(there, record)
+        invalid_reason = invalid_reason or (
+            found if isinstance(found, str) else "its record has a time that is not positive"
+        )
     return invalid_reason or "its record is gone"
 
 
@@ -289,29 +291,29 @@ class _Gains:
       share: the position of the problem between the lower point (0) and the upper point (1).
     """
 
-    asked: _Question
-    low: _Held
-    high: _Held
+    question: _Question
+    low: _RangePoint
+    high: _RangePoint
     share: float
 
     def measured(self, point: Point) -> float:
         """Returns the gain without the loss that the model predicts."""
-        return self._at_share(*(held.gain(point) for held in (self.low, self.high)))
+        return self._at_share(*(end.gain(point) for end in (self.low, self.high)))
 
     def of(self, point: Point, entry: Entry) -> float | None:
         """Returns the gain of a schedule, or None if it is not legal."""
-        if (here := self.asked.modelled_gain(self.asked.problem, entry.backend, entry.schedule)) is None:
+        if (here := self.question.modelled_gain(self.question.problem, entry.backend, entry.schedule)) is None:
             return None
-        if entry.backend == self.asked.operation.library.backend:
+        if entry.backend == self.question.operation.library.backend:
             return 0.0
-        return self._at_share(*(self._from(held, point, entry, here) for held in (self.low, self.high)))
+        return self._at_share(*(self._from(end, point, entry, here) for end in (self.low, self.high)))
 
     def _at_share(self, low: float, high: float) -> float:
         return (1 - self.share) * low + self.share * high
 
-    def _from(self, held: _Held, point: Point, entry: Entry, here: float) -> float:
-        gain = held.gain(point)
-        there = self.asked.modelled_gain(held.problem, entry.backend, entry.schedule) if held.timed(point) else None
+    def _from(self, end: _RangePoint, point: Point, entry: Entry, here: float) -> float:
+        gain = end.gain(point)
+        there = self.question.modelled_gain(end.problem, entry.backend, entry.schedule) if end.timed(point) else None
         return gain if there is None else gain + min(0.0, here - there)
 
 
@@ -342,10 +344,10 @@ def read(store: Store, operation: Operation[Any], problem: Problem, hardware: Ha
     similar = store.nearest(question, estimated=False) or store.nearest(question, estimated=True)
     ranges = store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families_of(problem))
     keys = [key_of(operation, problem, hardware), *point_keys(operation, problem, hardware, ranges)]
-    return Evidence([*_held_evidence(store, keys), *similar], ranges)
+    return Evidence([*_records_of(store, keys), *similar], ranges)
 
 
-def _held_evidence(store: Store, keys: Iterable[Key]) -> list[Record]:
+def _records_of(store: Store, keys: Iterable[Key]) -> list[Record]:
     found = []
     for key in dict.fromkeys(keys):
         with contextlib.suppress(MalformedRecord):  # a direct request for this record reports the error

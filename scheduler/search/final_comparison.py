@@ -292,11 +292,11 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
     while True:
         ranked = trials.measured()
         chosen = fastest_finalists(ranked, FINALISTS, lambda index: trials.ended[index].backend)
-        unconfirmed = [index for index in chosen if index not in confirmed]
-        if not unconfirmed:
+        to_confirm = [index for index in chosen if index not in confirmed]
+        if not to_confirm:
             return chosen
         with Threads[int, Failure | None](runner.slots, runner.close) as threads:
-            for index, failure in threads.map(confirm, unconfirmed):
+            for index, failure in threads.map(confirm, to_confirm):
                 confirmed.add(index)
                 if failure is not None:
                     trials.refute(index, failure)

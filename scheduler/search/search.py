@@ -18,7 +18,7 @@ _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is too 
 class Search:
     """A search over `candidates`: call `ask` for an index, measure it and `tell` its time, until `ask` returns None.
 
-    Several indices may be asked for before the first result is told. No index is returned twice. Candidates with a
+    Several indices may be requested before the first result is reported. No index is returned twice. Candidates with a
     lower bound above the fastest time so far are excluded.
 
     Args:
@@ -47,7 +47,7 @@ class Search:
         self._count, self._budget, self._patience = len(candidates), budget, patience
         self._floors = np.array([c.floor_s for c in candidates], dtype=np.float64)
         if outside := [index for index in first if not 0 <= index < self._count]:
-            raise ValueError(f"first={outside} are no indices of {self._count} candidates")
+            raise ValueError(f"first must be indices of {self._count} candidates, found {outside}")
         self._space = CandidateSpace(candidates)
         self._model = ModelSampler(self._space, seed)
         self._sampler = LegalSampler(sampler or self._model, self._space, first)

@@ -69,7 +69,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 if TYPE_CHECKING:
-    from scheduler.search.describing import TrialParameters
+    from scheduler.search.trial_parameters import TrialParameters
 
 # Trials in a row without an improvement after which a search stops, if no further improvement is expected. The second
 # value applies to budgets above the default.
@@ -359,7 +359,7 @@ class _Tuning:
     def _trial_parameters(self) -> TrialParameters | None:
         if self.writer.store is None:
             return None
-        from scheduler.search.describing import TrialParameters
+        from scheduler.search.trial_parameters import TrialParameters
 
         return TrialParameters(self.operation, self.problem, self.runner.hardware.target)
 

@@ -136,8 +136,8 @@ class Database:
             raise StoreError(f"{self.location} was opened read-only; write to another cache (set {CACHE_VARIABLE})")
         if self._path is not None and _frozen(self._path):
             raise StoreError(
-                f"{self.location} may only be read (it, or its directory, is read-only for this user); to keep what is "
-                f"found, set {CACHE_VARIABLE} to a copy of it in a directory that can be written"
+                f"{self.location} may only be read (it, or its directory, is read-only for this user); to store, "
+                f"set {CACHE_VARIABLE} to a copy of it in a writable directory"
             )
 
     def insert(self, table: sa.TableClause) -> Any:
@@ -271,9 +271,9 @@ class Database:
             return int(connection.execute(sa.select(VERSION.c.version)).scalar_one())
         if foreign := found if self._dialect == "sqlite" else found & OLDEST:
             raise StoreError(
-                f"{self.location} is no cache but a database of another program, with the "
-                f"table{'s' if len(foreign) > 1 else ''} {_some(sorted(foreign))}; it was left as it is: set "
-                f"{CACHE_VARIABLE} to a file of its own, which need not exist"
+                f"{self.location} is a database of another program, with the table{'s' if len(foreign) > 1 else ''} "
+                f"{_some(sorted(foreign))}, and was not changed: set {CACHE_VARIABLE} to a file of its own, which need "
+                "not exist"
             )
         return 0
 
@@ -300,23 +300,21 @@ def _url(url: str | Path) -> sa.URL:
         return sa.URL.create("sqlite")
     if isinstance(url, Path) or "://" not in url:
         if isinstance(url, str) and (scheme := _SCHEME.match(url)) is not None:
-            raise StoreError(
-                f"{shown_url(url)} is no URL, nor a path that is likely meant: a URL begins with {scheme[1]}://"
-            )
+            raise StoreError(f"expected a path or a URL that begins with {scheme[1]}://, found {shown_url(url)}")
         return sa.URL.create("sqlite", database=str(Path(url).expanduser().absolute()))
     try:
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError):  # the message may contain a password
         raise StoreError(
-            f"{shown_url(url)} is no URL of a database: one is written postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
-            "where @ : / and other signs of a user or password are percent-encoded; or give the path of a file"
+            "expected the URL of a database, postgresql://USER:PASSWORD@HOST:PORT/DATABASE with special characters of "
+            f"user and password percent-encoded, or the path of a file, found {shown_url(url)}"
         ) from None
     if parsed.drivername in ("postgres", "postgresql"):
         return parsed.set(drivername="postgresql+psycopg")  # the driver of the extra [postgres]
     if parsed.get_backend_name() == "sqlite" and (parsed.host or parsed.query):
         raise StoreError(
-            f"{shown_url(url)} names {'a host' if parsed.host else 'options'}, which a file of SQLite's has not: write "
-            "its path alone, or sqlite:/// and the path (four slashes where that is absolute)"
+            f"an SQLite URL must not have {'a host' if parsed.host else 'options'}, found {shown_url(url)}: give the "
+            "path alone, or sqlite:/// and the path (four slashes if it is absolute)"
         )
     return parsed
 
@@ -422,13 +420,13 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 # By prefix of the name of SQLite's result code.
 _ADVICE = {
-    "SQLITE_BUSY": f"another process has kept its lock for {BUSY_TIMEOUT_S} s; end that one, or try again",
-    "SQLITE_CANTOPEN": f"set {CACHE_VARIABLE} to a file in a directory that can be written",
-    "SQLITE_CORRUPT": "the file is damaged; move it away, and a new one is made",
-    "SQLITE_IOERR": f"see that it is a file, and its disk is neither full nor gone, or set {CACHE_VARIABLE} to another",
+    "SQLITE_BUSY": f"another process has held its lock for {BUSY_TIMEOUT_S} s; end that process, or try again",
+    "SQLITE_CANTOPEN": f"set {CACHE_VARIABLE} to a file in a writable directory",
+    "SQLITE_CORRUPT": "the file is damaged; move it away, so that a new one is created",
+    "SQLITE_IOERR": f"check that it is a file and its disk is not full, or set {CACHE_VARIABLE} to another file",
     "SQLITE_FULL": f"free some space on its disk, or set {CACHE_VARIABLE} to a file on another one",
-    "SQLITE_NOTADB": "this is no SQLite file, or a damaged one; move it away, and a new one is made",
-    "SQLITE_READONLY": f"set {CACHE_VARIABLE} to a file that can be written",
+    "SQLITE_NOTADB": "it is not an SQLite file, or is damaged; move it away, so that a new one is created",
+    "SQLITE_READONLY": f"set {CACHE_VARIABLE} to a writable file",
 }
 
 
@@ -437,9 +435,9 @@ def _advice(reason: object, path: Path | None) -> str:
         return "pip install 'tile-scheduler[postgres]'"
     if path is not None and isinstance(reason, sqlite3.Error) and _frozen(path) and (log := _log_of(path)):
         return (
-            f"what {log.name} holds can be taken over only where both may be written: open it there once, or set "
-            f"{CACHE_VARIABLE} to a copy of both"
+            f"the content of {log.name} can be merged only if both files are writable: open the cache once with write "
+            f"permission, or set {CACHE_VARIABLE} to a copy of both"
         )
     code = getattr(reason, "sqlite_errorname", "")
-    otherwise = f"see that it exists and may be written, or set {CACHE_VARIABLE} to another place"
+    otherwise = f"check that it exists and is writable, or set {CACHE_VARIABLE} to another file"
     return next((advice for name, advice in _ADVICE.items() if code.startswith(name)), otherwise)

@@ -236,7 +236,7 @@ def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked(call, why, caplog
         (lambda: tuned_gated_matmul(X, W[:, :-1]), ValueError, "has 39 columns: gate and up are halves of it"),
         (lambda: tuned_gated_matmul(X, W[:-1]), ValueError, r"x \(2, 3, 4, 48\) and w \(47, 40\) do not multiply"),
         (lambda: tuned_gated_matmul(X, (GATE, UP[:, 1:])), ValueError, r"of a pair one shape, not \(48, 20\) and"),
-        (lambda: tuned_gated_matmul(X, (GATE, UP, UP)), ValueError, r"w is one array or a pair of them.* not 3"),
+        (lambda: tuned_gated_matmul(X, (GATE, UP, UP)), ValueError, r"w must be one array or a pair .*found 3"),
         (lambda: tuned_gated_matmul(X, W, bias=BIAS[1:]), ValueError, r"the bias has shape \(40,\), not \(39,\)"),
         (lambda: tuned_gated_matmul(X, W, bias=(BIAS, BIAS)), ValueError, r"each bias of a pair has shape \(20,\)"),
         (lambda: tuned_gated_matmul(X, W, activation="tanh"), ValueError, "activation='tanh' is not one of relu"),

@@ -754,7 +754,7 @@ def test_a_parameter_that_changes_no_schedule_reaches_the_kernel_and_a_misspelt_
         scale(x, facter=3.0)
     with pytest.raises(TypeError, match="parameters of scale are part of the compiled program"):
         scale(x, factor=jnp.ones(()))
-    with pytest.raises(ValueError, match=r"scale n=8 wants float32\[8\] and got int32\[8\]"):
+    with pytest.raises(ValueError, match=r"scale n=8 expects float32\[8\], got int32\[8\]"):
         scale(jnp.arange(8))
 
 

@@ -15,10 +15,12 @@ from scheduler.cli.app import app
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
 from scheduler.store.store import shipped
+from search_spaces import OPERATIONS
 from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import command_line_page
 import results_page
 
 pytestmark = pytest.mark.one_jax
@@ -77,6 +79,17 @@ def test_commands_that_a_document_names_exist(path):
     # A command's name follows at the start of a line or of a code span; elsewhere it is prose.
     named = re.findall(r"(?:^|`)tile-scheduler ([a-z-]+)", (ROOT / path).read_text(), re.MULTILINE)
     assert set(named) <= set(typer.main.get_command(app).commands)
+
+
+def test_the_page_of_the_command_line_is_that_of_its_code():
+    page = command_line_page.PAGE.read_text()
+    assert command_line_page.with_commands(page) == page, "run: python benchmarks/command_line_page.py"
+    commands = typer.main.get_command(app).commands
+    assert set(command_line_page.PAGES) <= set(commands)
+    options = {each.opts[0] for command in commands.values() for each in command.params}
+    assert options >= command_line_page.SHARED
+    assert all(f"`{option}`" in page for option in options if option.startswith("--"))
+    assert all(f"`{name}`" in page for name in OPERATIONS)
 
 
 def anchors(text):
@@ -142,7 +155,8 @@ def test_figures_of_the_documents_are_those_of_the_results():
         rows = results[f"{name}-nvidia-h200"]["rows"]
         ends = (end(rows, key=lambda row: row[ratio]) for end in (min, max))
         for row in (*ends, *(row for row in rows if row[ratio] < results_page.LOSS)):
-            assert re.search(rf"\| {row['problem']} \|.* {row[ratio]:.3f} \|", page), row["problem"]
+            problem = row["problem"].removesuffix(" dtype=bfloat16")
+            assert re.search(rf"\| {problem} \|.* {row[ratio]:.3f} \|", page), problem
     for name in ("final_vs_xla_geomean", "pallas_vs_xla_worst"):
         assert f"| {results['matmul-nvidia-h200']['summary'][name]:.3f} |" in README, name
 

@@ -14,7 +14,7 @@ from scheduler.core.errors import ExecutorLost, MissingPackage, SchedulerError
 from scheduler.core.records import Environment, key_of
 from scheduler.fleet.agent import Agent
 from scheduler.fleet.driver import order, received
-from scheduler.fleet.messages import Failed, Found, Tried, differences, versions
+from scheduler.fleet.messages import SearchEnded, SearchFailed, TrialEnded, differences, versions
 from scheduler.fleet.ray_cluster import RayExecutor, executors, of_one_kind
 from scheduler.measure.runner import InProcess, RunnerOptions
 from scheduler.search.task import SearchOptions, Task
@@ -76,13 +76,13 @@ def test_trials_of_a_search_that_was_cut_short_are_not_made_again(agent, here, s
     told = []
     for message in agent.search(ordered):  # the driver hears of three trials, and no more
         told.append(message)
-        if sum(isinstance(message, Tried) for message in told) == 3:
+        if sum(isinstance(message, TrialEnded) for message in told) == 3:
             break
     with pytest.raises(ExecutorLost):
         received(told, key_of(FAULTY, TASK.problem, hardware), environment, store, lambda step: None)
     steps = []
     record = search(Agent(RunnerOptions()), TASK, here, store, steps.append)
-    measured = [m for m in told if isinstance(m, Tried) and '"measurement"' in m.trial]
+    measured = [m for m in told if isinstance(m, TrialEnded) and '"measurement"' in m.trial]
     assert steps[0].resumed == len(measured) > 0
     assert store.get(record.key) == record
 
@@ -104,11 +104,11 @@ def test_an_operation_that_is_not_there_or_is_another_version_is_refused_with_wh
     hardware, environment = here
     ordered = order(TASK, SearchOptions(), hardware, environment, store)
     *_, last = agent.search(dataclasses.replace(ordered, operation="nowhere.at_all:OPERATION"))
-    assert isinstance(last, Failed)
+    assert isinstance(last, SearchFailed)
     for part in ("cannot load operation 'nowhere.at_all:OPERATION'", "--working-dir", "install it"):
         assert part in last.reason
     *_, last = agent.search(dataclasses.replace(ordered, versions={**ordered.versions, "scripted": 7}))
-    assert isinstance(last, Failed)
+    assert isinstance(last, SearchFailed)
     assert "other kernels of faulty: version of scripted 1 (here: 7)" in last.reason
 
 
@@ -122,8 +122,8 @@ def test_a_lost_device_is_a_lost_place_and_a_lack_of_an_answer_is_not(here, stor
     hardware, environment = here
     key = key_of(FAULTY, TASK.problem, hardware)
     for message, raised in (
-        (Failed("gone", device=True), ExecutorLost),
-        (Failed("none ran", finished=True), SchedulerError),
+        (SearchFailed("gone", device=True), ExecutorLost),
+        (SearchFailed("none ran", finished=True), SchedulerError),
     ):
         with pytest.raises(raised) as error:
             received([message], key, environment, store, lambda step: None)
@@ -134,7 +134,7 @@ def test_a_record_that_is_none_is_not_stored(here, store):
     hardware, environment = here
     key = key_of(FAULTY, TASK.problem, hardware)
     with pytest.raises(ValueError, match="invalid JSON"):
-        received([Found("garbage")], key, environment, store, lambda step: None)
+        received([SearchEnded("garbage")], key, environment, store, lambda step: None)
     assert store.get(key) is None
 
 
@@ -165,9 +165,9 @@ def test_a_job_is_of_one_kind_of_chip():
     assert of_one_kind(found[:1], None) == found[:1]
     two = "2 x NVIDIA H200 (132 cores, 140 GiB), 1 x NVIDIA H100 80GB HBM3 (132 cores, 80 GiB)"
     for wanted, complaint in (
-        (None, "the cluster is several"),
+        (None, "the cluster matches several"),
         ("b200", "has no b200"),
-        ("nvidia", "nvidia is several"),
+        ("nvidia", "nvidia matches several"),
     ):
         with pytest.raises(SchedulerError, match=complaint) as error:
             of_one_kind(found, wanted)

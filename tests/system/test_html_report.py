@@ -170,7 +170,7 @@ def test_a_record_says_why_it_won_how_sure_that_is_and_how_it_is_tuned_again(rea
     assert "The search tried" in text
     assert "Run-off:" in text
     assert "tile-scheduler tune matmul m=4096 n=4096 k=4096 dtype=bfloat16 --force" in text
-    assert "not kept beside the record" in text
+    assert "not stored with the record" in text
     assert not reader.complaints()
 
 

@@ -59,12 +59,12 @@ def test_a_problem_has_what_the_job_shares_unless_it_says_otherwise():
     [
         ("mm = 1", "did you mean 'm'"),
         ("m = 8\nn = 8\nk = 8\nbudgt = 3", "no field 'budgt'; did you mean 'budget'"),
-        ("m = 1.5", "m=1.5 is no integer"),
+        ("m = 1.5", "m must be an integer"),
         ("m = 1", "missing n, k"),
         ("m = 8\nn = 8\nk = 8\nbudget = 0", "budget=0 is out of range; give an integer from 1 to"),
         ("m = 8\nn = 8\nk = 8\nbudget = true", "budget=True is a bool; give an integer from 1 to"),
         ('m = 8\nn = 8\nk = 8\nbackends = "cuda"', "no backend 'cuda'"),
-        ("m = 8\nn = 8\nk = 8\nbackends = 3", "backends=3 is no text"),
+        ("m = 8\nn = 8\nk = 8\nbackends = 3", "backends must be comma-separated names"),
         ('operation = "softmux"', "no operation 'softmux'"),
     ],
 )

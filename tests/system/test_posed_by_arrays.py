@@ -78,7 +78,7 @@ def test_the_problem_of_a_call_is_searched(search, problem):
     [
         (lambda: scheduler.tune(linear, A, B, bugdet=3), "no option 'bugdet'; did you mean 'budget'"),
         (lambda: linear.tune(A, B, activatoin="silu"), "no option 'activatoin'; did you mean 'activation'"),
-        (lambda: linear.tune(A, B, tile_m=8), "tile_m is chosen for linear"),
+        (lambda: linear.tune(A, B, tile_m=8), "tile_m of linear is tuned"),
         (lambda: linear.tune(A), "linear takes the arrays x, w, bias; 1 were given, without w"),
         (lambda: SEEDED.tune(A, seed=3, budget=1), "seed is an option of the search and a parameter of seeded"),
         (lambda: scheduler.tune("matmul", A, B, transposed_b=True), "did you mean 'transpose_b'"),

@@ -362,7 +362,7 @@ def test_a_range_whose_answer_is_wrong_at_a_value_held_out_answers_nothing(tuned
     store = Store(":memory:")
     whole = run(store, Told(wrong=lambda n, tile: n not in points))[-1]
     assert (whole.state, whole.range) == ("failed", None)
-    assert "and that fails: verify: wrong at" in whole.reason
+    assert "which fails: verify: wrong at" in whole.reason
     assert store.ranges.all() == []
 
 
@@ -450,7 +450,7 @@ def test_rows_that_mean_nothing_answer_nothing(tuned_range):
         broken = store.get(Key64)
         broken = dataclasses.replace(broken, entries=(dataclasses.replace(broken.winner, measurement=_took(time_s)),))
         found = between(STEPPED, problem, CPU, [_range((64, 128))], lambda key, broken=broken: [broken])
-        assert "its record has a time that is none" in found
+        assert "its record has a time that is not positive" in found
     huge = _range((64, 2**62), high=2**62)
     assert "its record is gone" in between(STEPPED, problem, CPU, [huge], lambda key: ())
 
@@ -589,7 +589,7 @@ def test_a_batch_that_joins_the_rows_lies_in_the_range_of_rows(caplog):
     with caplog.at_level("DEBUG", logger="scheduler"):
         x, w = jnp.ones((6, 8, 8)), jnp.ones((8, 8))
         jax.vmap(lambda x: tuned_matmul(x, w, on_miss="error"))(x)
-    assert any("m=48" in line and "interpret answers: the range m=32..64" in line for line in caplog.messages)
+    assert any("m=48" in line and "interpret is selected: the range m=32..64" in line for line in caplog.messages)
 
 
 def _legal(space):

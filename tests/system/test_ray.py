@@ -170,7 +170,7 @@ def test_a_place_is_a_gpu_that_no_other_work_has(cluster, caplog):
             (place,) = found
             assert place.name.endswith(f" GPU {1 - int(held)}")
             assert ray.available_resources().get("GPU", 0) == 0
-        assert "1 of 2 places of the cluster are left out: 1 x other work" in caplog.text
+        assert "1 of 2 actors of the cluster are left out: 1 x other work" in caplog.text
         assert ray.is_initialized()  # it was before
     finally:
         ray.shutdown()

@@ -235,7 +235,7 @@ def test_a_file_of_another_sweep_is_never_overwritten(recorded):
         (b"no gzip", "cannot be read as a recorded sweep"),
         (b"", "it is empty"),
         (gzip.compress(b"{}\n", mtime=0), "line 1: format is missing"),
-        (gzip.compress(b'{"format": 9}\n', mtime=0), "line 1: format 9 is not format 1"),
+        (gzip.compress(b'{"format": 9}\n', mtime=0), "line 1: this version reads format 1 or 2, found format 9"),
     ],
 )
 def test_what_is_no_recording_is_refused_with_the_place(tmp_path, content, complaint):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scheduler.cli import mesh_words
+from scheduler.cli import mesh_arguments
 from scheduler.cli.app import main
 from scheduler.functions import named
 from scheduler.inspect import shards
@@ -116,7 +116,7 @@ def test_a_job_has_each_problem_once_and_can_be_read(capfd):
         ((*MESH, "--in-specs", "open('data')"), 2, "expected a partition spec per array"),
         ((*MESH, "--in-specs", "P(1)"), 2, "expected a partition spec per array"),
         ((*MESH, "--in-specs", "P('x')"), 2, "names x, which the mesh has not (data, model)"),
-        ((*MESH, "--in-specs", "P(), P(), P()"), 2, "3 specs of 2 operands"),
+        ((*MESH, "--in-specs", "P(), P(), P()"), 2, "expected at most 2 specs of operands, found 3"),
         ((*MESH, "--in-specs", "P(None, None, 'data')"), 2, "is of more axes than an array of 2 has"),
         ((), 2, "Missing option '--mesh'"),
     ],
@@ -180,10 +180,10 @@ def test_an_array_s_text_tells_what_divides_it():
 
 
 def test_meshes_and_letters_read_back():
-    assert mesh_words.mesh_of(" data=2, model=4") == {"data": 2, "model": 4}
-    assert mesh_words.letters_of(["m=data,model", "k=x"]) == {"m": ("data", "model"), "k": ("x",)}
-    assert mesh_words.specs_of("P(None, 'x', ('y', 'z'))") == [((), ("x",), ("y", "z"))]
-    assert mesh_words.specs_of("") == []
+    assert mesh_arguments.mesh_of(" data=2, model=4") == {"data": 2, "model": 4}
+    assert mesh_arguments.letters_of(["m=data,model", "k=x"]) == {"m": ("data", "model"), "k": ("x",)}
+    assert mesh_arguments.specs_of("P(None, 'x', ('y', 'z'))") == [((), ("x",), ("y", "z"))]
+    assert mesh_arguments.specs_of("") == []
 
 
 STEP = """

@@ -81,7 +81,7 @@ def test_as_many_first_choices_as_are_asked_for_are_shown_beside_and_below_each_
 def test_a_winner_whose_trials_were_not_shipped_is_not_said_to_come_of_none():
     out, _ = run("explain", "matmul", *LARGE, "--hardware", "h200")
     assert "of them tried" not in out
-    assert re.search(r"48 trials \(budget 48, their times not kept beside the record\)", out)
+    assert re.search(r"48 trials \(budget 48, their times not stored with the record\)", out)
 
 
 @pytest.mark.slow

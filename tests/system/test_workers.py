@@ -281,7 +281,7 @@ def test_no_gpu_is_seen_where_none_is_visible(monkeypatch):
     assert Gpu.query() is None
 
 
-@pytest.mark.parametrize(("count", "there"), [(0, "there is none"), (1, "there is 1"), (2, "there are 2")])
+@pytest.mark.parametrize(("count", "there"), [(0, "none is visible"), (1, "1 is visible"), (2, "2 are visible")])
 def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there, monkeypatch):
     def query(device=0):
         return Gpu(str(device), "uuid", "", GIB) if device < count else None
@@ -289,13 +289,13 @@ def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there
     monkeypatch.setattr("scheduler.measure.gpu.cuda_wanted", lambda: True)
     monkeypatch.setattr(Gpu, "query", query)
     assert Gpu.wanted(0) == query(0)
-    with pytest.raises(WorkerError, match=rf"no GPU 9 is visible \({there}\)"):
+    with pytest.raises(WorkerError, match=rf"GPU 9 is not visible \({there}\)"):
         start_runner(DOUBLE, RunnerOptions(device=9))
 
 
 def test_where_jax_uses_no_gpu_only_the_first_device_is_the_cpu():
     assert isinstance(start_runner(DOUBLE), InProcess)
-    with pytest.raises(WorkerError, match=r"no GPU 1 is visible \(there is none\)"):
+    with pytest.raises(WorkerError, match=r"GPU 1 is not visible \(none is visible\)"):
         start_runner(DOUBLE, RunnerOptions(device=1))
 
 

@@ -86,7 +86,7 @@ def test_a_plan_prints_what_it_answers_and_what_that_gained():
         "1.5x XLA",
         "   xla: 3.00 ms a call (+- 5.00 us) in 20 rounds",
         "  plan: 2.00 ms a call (+- 5.00 us) in 20 rounds",
-        "count    alone  library  problem, and what answers it",
+        "count    alone  library  problem, and its kernel",
         "    3  2.00 us  3.00 us  matmul m=64 n=48 k=32 dtype=float32",
         "                         interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
     ]
@@ -237,7 +237,7 @@ def test_a_schedule_of_the_call_goes_before_the_plan():
 
 STALE = [
     (lambda: with_answer(version=99), "version 99 of the interpret kernel, now version"),
-    (lambda: with_answer(backend="cutlass"), r"by cutlass, which it has no more \(it has: mosaic_gpu,"),
+    (lambda: with_answer(backend="cutlass"), r"uses cutlass, which no longer exists \(available: mosaic_gpu,"),
     (lambda: with_answer(schedule={"tile_m": 7, "tile_n": 48, "tile_k": 32}), "has a schedule that cannot run: "),
     (lambda: plan_of(hardware="NVIDIA H200 (132 cores, 140 GiB)"), "is of NVIDIA H200 .*, and this is "),
 ]

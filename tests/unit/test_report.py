@@ -137,7 +137,7 @@ def test_of_each_backend_one_schedule_is_shown_in_full_and_the_others_by_what_di
     one, other = {"tile": 1, "stages": 4}, {"tile": 2, "stages": 4}
     shown = compared([("a", one), ("b", other), ("a", other), ("c", {}), ("a", one)])
     assert shown.texts == ["a stages=4 tile=1", "b stages=4 tile=2", "a tile=2", "c", "a the same"]
-    assert shown.note == ["schedules are shown by what differs from the first of a"]
+    assert shown.note == ["schedules are shown by their differences from the first of a"]
     shown = compared([("a", one), ("b", other)], {"a": ("the winner", other)})
     assert (shown.texts, shown.note) == (
         ["a tile=1", "b stages=4 tile=2"],
@@ -151,7 +151,7 @@ def test_schedules_of_several_operations_show_only_fields_of_their_own():
     choices = [("gpu", tile), ("gpu", row), ("gpu", {"rows": 32}), ("gpu", tile | {"stages": 2})]
     shown = compared(choices, operations=["matmul", "softmax", "softmax", "matmul"])
     assert shown.texts == ["gpu stages=4 tile_m=64", "gpu rows=16", "gpu rows=32", "gpu stages=2"]
-    assert shown.note == ["schedules are shown by what differs from the first of its operation and backend"]
+    assert shown.note == ["schedules are shown by their differences from the first of its operation and backend"]
 
 
 def test_an_interval_of_one_value_is_that_value():

@@ -414,14 +414,14 @@ def test_a_directory_is_no_cache(tmp_path):
     ("url", "reason"),
     [
         ("mysql://host/base", "SQLite or PostgreSQL, found mysql"),
-        ("://", "is no URL of a database"),
+        ("://", "expected the URL of a database"),
         ("nonsense://x", "SQLite or PostgreSQL, found nonsense"),
-        ("postgresql://host:port/base", "is no URL of a database"),
-        ("postgresql:/host/base", "a URL begins with postgresql://"),
-        ("postgres:base", "a URL begins with postgres://"),
-        ("sqlite:/tmp/a.db", "a URL begins with sqlite://"),
-        ("sqlite://tmp/a.db", "names a host, which a file of SQLite's has not"),
-        ("sqlite:////tmp/a.db?mode=ro", "names options, which a file of SQLite's has not"),
+        ("postgresql://host:port/base", "expected the URL of a database"),
+        ("postgresql:/host/base", "expected a path or a URL that begins with postgresql://"),
+        ("postgres:base", "expected a path or a URL that begins with postgres://"),
+        ("sqlite:/tmp/a.db", "expected a path or a URL that begins with sqlite://"),
+        ("sqlite://tmp/a.db", "an SQLite URL must not have a host"),
+        ("sqlite:////tmp/a.db?mode=ro", "an SQLite URL must not have options"),
     ],
 )
 def test_a_url_of_another_kind_is_refused(url, reason):
@@ -625,7 +625,7 @@ def test_what_only_the_log_of_a_frozen_cache_holds_is_read_or_missed_with_words(
     with frozen(open_path, log, index):
         assert Store(open_path).get(values.KEY) == values.record()
     index.unlink()
-    with frozen(open_path, log), pytest.raises(StoreError, match=r"what cache.db-wal holds .* to a copy of both"):
+    with frozen(open_path, log), pytest.raises(StoreError, match=r"the content of cache.db-wal .* to a copy of both"):
         Store(open_path).get(values.KEY)
     assert Store(open_path).get(values.KEY) == values.record()
     index.touch()  # left behind alone, it tells nothing

@@ -86,7 +86,7 @@ def test_export_sorts_and_import_restores():
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("format",), 2, "format 2 is not format 1"),
+        (("format",), 2, "this version reads format 1, found format 2"),
         (("entries",), [], "entries: at least the winner is wanted"),
         (("entries", 0, "measurement", "median_s"), "fast", "entries: item 0: measurement: median_s: a finite number"),
         (("entries", 0, "measurement", "median_s"), float("nan"), "a finite number of seconds is wanted, found nan"),
@@ -176,7 +176,7 @@ def test_records_are_filed_by_hardware_and_operation_and_replace_older_ones(tmp_
 def test_one_key_in_two_files_is_refused(tmp_path):
     [file] = text_files.add_records(tmp_path, [values.record()])
     (file.parent / "copy.jsonl").write_bytes(file.read_bytes())
-    with pytest.raises(StoreError, match="both hold matmul"):
+    with pytest.raises(StoreError, match="both have matmul"):
         text_files.read_records(tmp_path)
 
 

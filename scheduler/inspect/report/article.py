@@ -213,8 +213,8 @@ def article(ident: str, details: RecordDetails, pictures: Sequence[Picture], mis
     )
     parts = {
         "Why this schedule": _why(details),
-        "How sure that is": _sure(record),
-        "Beside the others": _entries(details),
+        "Confidence": _sure(record),
+        "Comparison": _entries(details),
         "Where the schedules went": _accounts(details),
         "Pictures": [*shown(pictures), *([element("p", missing)] if missing else [])],
         "Trials": _trials(details),
@@ -292,7 +292,7 @@ def _entries(details: RecordDetails) -> Iterator[Element]:
     columns = [
         "",
         "kernel and schedule",
-        "beside the winner",
+        "vs the winner",
         "estimated" if record.estimated else "time",
         "spread",
         "TFLOP/s",
@@ -399,13 +399,13 @@ def _ordinals(count: int) -> list[str]:
 def _place(place: int | None) -> str:
     """Formats a rank: 1st, 22nd, 113th."""
     ends = {1: "st", 2: "nd", 3: "rd"}
-    assert place is not None, "what is asked about and legal has a place"
+    assert place is not None, "a legal schedule in `about` has a rank"
     return f"{place:,}{'th' if place % 100 in (11, 12, 13) else ends.get(place % 10, 'th')}"
 
 
 def _trials(details: RecordDetails) -> Iterator[Element]:
     if not details.trials:
-        yield element("p", "The times of its trials are not kept beside the record.")
+        yield element("p", "The times of its trials are not stored with the record.")
         return
     time = "estimated" if details.record.estimated else "time"
     yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(details), numbers=2)
@@ -429,7 +429,7 @@ def _trial_rows(details: RecordDetails) -> Iterator[tuple[Child, ...]]:
 
 def _commands(details: RecordDetails) -> Iterator[Element]:
     if details.command is None:
-        yield element("p", "Only whoever tuned it knows the command: its operation is not of this package.")
+        yield element("p", "The command is unknown, because its operation is not in this package.")
         return
     yield element("p", f"On a machine with this chip ({details.record.key.hardware}), this tunes it again:")
     yield element(

@@ -14,7 +14,7 @@ from search_spaces.space import Choice
 from search_spaces.target import Target
 
 
-class Tried(Protocol):
+class HasSchedule(Protocol):
     """A candidate or a trial."""
 
     @property
@@ -35,7 +35,7 @@ class TrialParameters:
         self._distributions = distributions_of(choices)
         self._defaults = {backend: dict(space.defaults) for backend, space in spaces.items()}
 
-    def __call__(self, which: Tried) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    def __call__(self, which: HasSchedule) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
         """Returns the parameters of a candidate or trial. Fields that records omit have their defaults."""
         found = parameters_of(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
         named = {name: value for name, value in found.items() if name in self._distributions}
