@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) in numbers]
 
 
+def pytest_collection_finish():
+    """Has the garbage collector leave out what collection made, and run less often: 5 % of all time otherwise."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("libtpu") and importlib.util.find_spec("libtpu") is None:
         pytest.skip("not installed: libtpu (the extra `tpu`)")
