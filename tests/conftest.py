@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Has the garbage collector leave out what collection made, and run less often: 5 % of all time otherwise."""
+    """Excludes what collection made from garbage collection, which runs less often: JAX makes many small objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
