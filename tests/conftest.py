@@ -54,13 +54,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) in numbers]
 
 
-def pytest_collection_finish():
-    """Excludes what collection made from garbage collection, which runs less often: JAX makes many small objects."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-
-
 def pytest_runtest_setup(item):
     if item.get_closest_marker("libtpu") and importlib.util.find_spec("libtpu") is None:
         pytest.skip("not installed: libtpu (the extra `tpu`)")
