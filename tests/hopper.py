@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,18 @@ from search_spaces.jax_compat import gpu_interpreter
 H200 = hardware.find("NVIDIA H200")
 
 
-def lower(kernel: Kernel[Any, Any], problem: Problem, schedule: Any) -> Any:
-    """The whole Python side of building a kernel for an H200; raises where a schedule is illegal."""
+def lowering(kernel: Kernel[Any, Any], problem: Problem, schedule: Any) -> Callable[[], Any]:
+    """Traces a kernel for an H200; what is returned lowers it, each time anew."""
 
     def run(*args: jax.Array) -> jax.Array:
         return kernel.run(problem, schedule, H200.target, *args)
 
-    return jax.jit(run).trace(*problem.operands()).lower(lowering_platforms=("cuda",))
+    return functools.partial(jax.jit(run).trace(*problem.operands()).lower, lowering_platforms=("cuda",))
+
+
+def lower(kernel: Kernel[Any, Any], problem: Problem, schedule: Any) -> Any:
+    """The whole Python side of building a kernel for an H200; raises where a schedule is illegal."""
+    return lowering(kernel, problem, schedule)()
 
 
 def onchip_bytes_asked(lower: Callable[[], Any]) -> int:
@@ -42,13 +48,14 @@ def onchip_bytes_asked(lower: Callable[[], Any]) -> int:
 
 def check_onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, schedule: Any, predicted: int) -> None:
     """Fails unless lowering asks for `predicted` bytes, and succeeds just where an H200 has so many."""
-    asked = onchip_bytes_asked(lambda: lower(kernel, problem, schedule))
+    traced = lowering(kernel, problem, schedule)
+    asked = onchip_bytes_asked(traced)
     assert asked == predicted, f"{schedule}: {asked} bytes asked for, {predicted} predicted"
     if predicted <= H200.onchip_bytes:
-        lower(kernel, problem, schedule)
+        traced()
     else:
         with pytest.raises(ValueError, match="exceeds available shared memory"):
-            lower(kernel, problem, schedule)
+            traced()
 
 
 def interpret(

@@ -106,7 +106,7 @@ def test_gradients_agree_with_the_reference(problem, schedule):
 def test_onchip_bytes_are_what_lowering_asks_for(head_dim):
     problem = posed(q_len=1024, kv_len=1024, heads=4, kv_heads=2, head_dim=head_dim, causal=True)
     points, _ = KERNEL.space(problem, H200.target).legal()
-    points = points.take(points.section == 1)
+    assert len(points)
     found = KERNEL.footprint(problem, points, H200.target)
     for schedule, predicted in zip(
         KERNEL.space(problem, H200.target).schedules(points), found.onchip_bytes, strict=True

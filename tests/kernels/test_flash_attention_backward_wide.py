@@ -80,6 +80,7 @@ def test_onchip_bytes_are_what_lowering_asks_for(head_dims):
     problem = posed(q_len=1024, kv_len=1024, heads=4, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v, causal=True)
     points, _ = KERNEL.space(problem, H200.target).legal()
     points = points.take(points.section == 1)
+    points = points.take(np.arange(len(points)) % (1 if head_dims == (256, 256) else 3) == 0)
     assert len(points)
     found = KERNEL.footprint(problem, points, H200.target)
     for schedule, predicted in zip(

@@ -1,6 +1,7 @@
 """Attention of few queries on Hopper: lowered for CUDA, its on-chip memory compared, small problems interpreted."""
 
 import dataclasses
+import functools
 
 import hopper
 import jax
@@ -26,9 +27,14 @@ def space(problem):
     return decode.MosaicGpuFlashDecoding().space(problem, TARGET)
 
 
-def lower(problem, schedule):
+def lowering(problem, schedule):
+    """Traces; what is returned lowers, each time anew."""
     run = jax.jit(lambda *args: decode.run(problem, schedule, *args))
-    return run.trace(*problem.operands()).lower(lowering_platforms=("cuda",))
+    return functools.partial(run.trace(*problem.operands()).lower, lowering_platforms=("cuda",))
+
+
+def lower(problem, schedule):
+    return lowering(problem, schedule)()
 
 
 PROBLEMS = [
@@ -50,9 +56,9 @@ def test_onchip_bytes_are_what_lowering_asks_for(problem):
     assert len(fits) >= 4
     for index in fits[:: max(1, len(fits) // 3)]:
         schedule = FlashDecodingSchedule(**points.row(index))
-        lower(problem, schedule)
-        asked = hopper.onchip_bytes_asked(lambda schedule=schedule: lower(problem, schedule))
-        assert asked == found.onchip_bytes[index], schedule
+        traced = lowering(problem, schedule)
+        assert hopper.onchip_bytes_asked(traced) == found.onchip_bytes[index], schedule
+        traced()
 
 
 @pytest.mark.skipif(not HAS_UNTILED_SWIZZLE, reason="this JAX swizzles tiles of 8 rows only")

@@ -41,24 +41,24 @@ def points(operation, problem, target=TARGET):
 
 
 def covering(operations, extents, seed):
-    """Operations, problems and schedules, drawn: each value of each choice that these extents offer is in one."""
+    """Operations, problems and schedules: each value of each choice that these extents offer is in one of few."""
     rng, cases, seen = random.Random(seed), [], set()
     for rows, columns, dtype in extents:
-        wanted, names = True, None
-        while wanted:
+        while True:
             operation = rng.choice(operations)
             problem = operation.problem(rows=rows, columns=columns, dtype=dtype)
             space, legal = points(operation, problem)
             names = [name for name in space.choices if name != "columns"]
-            new = [(name, value) for name in names for value in set(getattr(legal, name).tolist())]
-            missing = [each for each in new if each not in seen]
-            if not missing:
-                wanted = False
-                continue
-            name, value = rng.choice(sorted(missing, key=str))
-            row = rng.choice(np.flatnonzero(getattr(legal, name) == value).tolist())
+            new = [
+                {(name, value) for name, value in legal.row(i).items() if name in names} - seen
+                for i in range(len(legal))
+            ]
+            most = max(map(len, new))
+            if not most:
+                break
+            row = rng.choice([i for i, values in enumerate(new) if len(values) == most])
             cases.append((operation, problem, space.schedule(**legal.row(row))))
-            seen |= {(name, getattr(cases[-1][2], name)) for name in names}
+            seen |= new[row]
     return cases
 
 

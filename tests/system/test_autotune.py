@@ -338,6 +338,7 @@ def test_a_constant_footprint_serves_every_schedule():
     assert function(jnp.zeros(8), schedule={"tile": 4}).tolist() == [1] * 8
 
 
+@pytest.mark.one_jax
 def test_the_winner_of_a_similar_call_is_tried_first():
     one, two, other = (
         linear.problem(*(jnp.zeros((m, 32)), jnp.zeros((32, n)))) for m, n in ((8, 16), (16, 32), (8, 16))
@@ -365,6 +366,7 @@ def test_operands_to_measure_with_can_be_told():
     assert 400 < truths.sum() < 600
 
 
+@pytest.mark.one_jax
 def test_it_is_swept_and_the_recording_searched_anywhere(tmp_path):
     function = added(name="swept")
     problem = function.problem(jnp.zeros(8))
@@ -493,6 +495,7 @@ def test_it_is_located_by_the_function_and_loaded_by_its_name():
         load("own_kernels:linear_reference")
 
 
+@pytest.mark.one_jax
 def test_where_an_operation_was_found_is_remembered_as_long_as_it_is_there(monkeypatch):
     module = types.ModuleType("holds_it")
     monkeypatch.setitem(sys.modules, "holds_it", module)
@@ -509,6 +512,7 @@ def test_where_an_operation_was_found_is_remembered_as_long_as_it_is_there(monke
     assert locate(operation) is None
 
 
+@pytest.mark.one_jax
 def test_an_operation_is_located_while_another_thread_imports():
     """The garbage collector lets other threads run within a call: its callback imports here as another thread would."""
     imported = []
@@ -553,6 +557,7 @@ def test_what_is_typed_into_a_console_is_searched_in_its_process():
     assert ended.stdout == "__main__.bias_gelu pallas xla\n(8, 64)\n"
 
 
+@pytest.mark.one_jax
 def test_two_functions_of_one_name_are_told_apart_when_they_are_declared(tmp_path):
     added(name="taken")
     added(name="taken")  # again, as by a cell of a notebook
@@ -568,6 +573,7 @@ def test_two_functions_of_one_name_are_told_apart_when_they_are_declared(tmp_pat
         added(name="matmul")
 
 
+@pytest.mark.one_jax
 def test_a_file_of_a_package_is_named_as_the_package_has_it(tmp_path):
     folder = tmp_path / "mine" / "kernels"
     folder.mkdir(parents=True)

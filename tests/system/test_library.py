@@ -30,7 +30,7 @@ from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
 PROBLEM = DoubleProblem(n=8)
 XLA = frozenset({"xla"})

@@ -174,6 +174,7 @@ def test_the_environment_turns_it_off(word, monkeypatch):
 # What a store keeps
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("kind", ["file", "memory", "postgres"])
 def test_misses_are_counted_and_forgotten_by_their_keys(kind, tmp_path, request):
     url = {"file": tmp_path / "own.db", "memory": ":memory:"}.get(kind) or request.getfixturevalue("postgres")
@@ -189,6 +190,7 @@ def test_misses_are_counted_and_forgotten_by_their_keys(kind, tmp_path, request)
         assert store.misses.forget([miss("b").key]) == 1
 
 
+@pytest.mark.one_jax
 def test_of_ten_thousand_problems_the_rarest_and_oldest_go():
     with contextlib.closing(Store(":memory:")) as store:
         store.misses.note([miss("often", 7, "2020-01-01T00:00:00Z")])
@@ -201,6 +203,7 @@ def test_of_ten_thousand_problems_the_rarest_and_oldest_go():
     assert sum(name[0] == "0" for name in kept) == KEPT - 1 - 8000
 
 
+@pytest.mark.one_jax
 def test_ten_thousand_distinct_problems_are_noted_without_a_call_that_waits(monkeypatch):
     written, write, writer = threading.Event(), misses._Writer._write, misses._writer
 
@@ -300,6 +303,7 @@ def test_a_store_that_refuses_is_asked_a_few_times_and_then_nothing_is_kept_for_
     assert asked[-1] >= 1
 
 
+@pytest.mark.one_jax
 def test_what_a_locked_store_was_to_be_told_it_is_told_later(tmp_path):
     with locked_file(tmp_path / "own.db"):
         store = Store(tmp_path / "own.db")
@@ -335,6 +339,7 @@ def started(path, *arguments, **more):
     return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.one_jax
 def test_two_processes_note_at_once_and_what_they_noted_is_there_when_they_end(tmp_path):
     path = script(tmp_path)
     processes = [started(path, 1, 2, own) for own in (3, 4)]
@@ -346,6 +351,7 @@ def test_two_processes_note_at_once_and_what_they_noted_is_there_when_they_end(t
     assert {one.line for one in noted()} == {f"{path}:7"}
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("what", ["a server that never answers", "a file that another process has locked"])
 def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path):
     if what == "a server that never answers":
@@ -363,6 +369,7 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
     assert float(out) < misses.EXIT_WAIT_S + 10  # a lock, or a server, is waited for longer
 
 
+@pytest.mark.one_jax
 def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):
     text = CALL + "from scheduler.store import misses\nassert misses.flush_misses(30)\nprint(os.getpid(), flush=True)\n"
     process = started(script(tmp_path, text + "time.sleep(600)\n"), 1, 2)
@@ -389,6 +396,7 @@ assert os.waitpid(pid, 0)[1] == 0
 """
 
 
+@pytest.mark.one_jax
 def test_a_fork_notes_what_it_misses_itself_and_no_more(tmp_path):
     (tmp_path / "misses_of_a_fork.py").write_text(
         "from scheduler.core.records import Key, Miss\n"
@@ -418,6 +426,7 @@ assert misses._writer.writing.locked()  # by its thread still
 """
 
 
+@pytest.mark.one_jax
 def test_a_fork_does_not_wait_for_a_write_that_does_not_end(tmp_path):
     with locked_file(tmp_path / "own.db") as url:
         process = started(script(tmp_path, FORK_OF_A_WRITER), TILE_SCHEDULER_CACHE=str(url))

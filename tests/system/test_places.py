@@ -431,11 +431,12 @@ class Shared(Noting):
 
     def __init__(self):
         super().__init__()
-        self.current, self.go = [], threading.Event()
+        self.current, self.first, self.go = [], threading.Event(), threading.Event()
 
     @contextlib.contextmanager
     def reserve(self, operation, problem, l2="cold", *, exclusive=False):
         self.current.append(problem.n)
+        self.first.set()
         if len(self.current) == 1:
             assert self.go.wait(60)
         yield
@@ -445,7 +446,8 @@ def test_lanes_of_a_place_take_problems_one_after_the_other_as_these_are_held():
     shared = Shared()
     with ThreadPoolExecutor(1) as threads:
         results = threads.submit(run, tasks(8, 16), place(shared), in_order=True)
-        time.sleep(0.5)
+        shared.first.wait()
+        time.sleep(0.5)  # in which a second that does not wait is held; however slow a host is, one that waits is not
         assert shared.current == [8], "the second would come before the first"
         shared.go.set()
         assert [result.state for result in results.result()] == ["tuned", "tuned"]

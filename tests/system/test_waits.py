@@ -82,13 +82,25 @@ def test_calls_wait_five_seconds_in_all_once_a_process(what, tmp_path):
 def test_what_answers_promptly_costs_no_patience_and_what_does_not_adds_up(monkeypatch):
     monkeypatch.setattr(cache, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(cache, "PROMPT_S", 0.1)
+    now, ended = [0.0], threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def after(seconds):
+        now[0] += seconds
+        return 1
+
+    def too_late():
+        after(0.2)
+        ended.wait()
+
     for _ in range(20):
-        assert cache.call_with_timeout("prompt", lambda: time.sleep(0.03) or 1) == 1
+        assert cache.call_with_timeout("prompt", lambda: after(0.03)) == 1
     assert not cache.has_given_up("prompt")
     for _ in range(2):
-        cache.call_with_timeout("slow", lambda: time.sleep(0.2))
+        assert cache.call_with_timeout("slow", lambda: after(0.2)) == 1
     with pytest.raises(cache.StoreTimeout, match=r"slow did not respond within 0\.5 s"):
-        cache.call_with_timeout("slow", lambda: time.sleep(0.2))
+        cache.call_with_timeout("slow", too_late)
+    ended.set()
     asked = []
     with pytest.raises(cache.StoreTimeout):
         cache.call_with_timeout("slow", lambda: asked.append("again"))

@@ -99,6 +99,7 @@ def test_a_bench_of_a_large_result_keeps_a_small_reference_and_measures():
     assert bench.confirm("xla", {}) is None
 
 
+@pytest.mark.one_jax
 def test_operands_that_are_drawn_in_slabs_are_normal_and_never_the_same_twice():
     for problem in (MatmulProblem(8, 2**22 + 1, 7), MatmulProblem(2**21, 8, 9, dtype="int8", out_dtype="int32")):
         (large,) = (x for x in problem.inputs(0) if x.size > 2**24)
