@@ -59,11 +59,22 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         ),
     ):
         yield line(title, number(summary[f"{name}_geomean"], 3), number(summary[f"{name}_worst"], 3))
+    for result in _files(results, "models").values():
+        models = [row["optimize_vs_jnp"] for row in result["rows"]]
+        title = f"plain JAX / `scheduler.optimize`, {len(models)} unmodified models without a search, {_chip(result)}"
+        worst = number(min(min(row["ratios"]) for row in result["rows"]), 3)
+        yield line(title, number(statistics.geometric_mean(models), 3), worst)
     for title, ratios in (
         (f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(rows)} problems", rows),
         (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
     ):
         yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
+
+
+def _chip(result: Result) -> str:
+    """The short name of the chip: H100."""
+    words = re.split(r"[ /:]", result["environment"]["device"])
+    return next(word for word in words if re.fullmatch(r"[A-Z]+\d+", word))
 
 
 def page(results: Mapping[str, Result]) -> str:
@@ -86,6 +97,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_search_times(_files(results, "tuning_time")),
         *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
+        *_models(_files(results, "models")),
         *_layers(of["layer"]),
         *_many_gpus(_files(results, "many_gpus")),
         *_sizes(of["sizes"]),
@@ -278,6 +290,20 @@ def _layers(result: Result) -> Iterator[str]:
         times = (number(row[f"{name}_us"], 1) for name in names)
         over = (number(row[f"{name}_vs_jnp"], 3) for name in names[1:])
         yield line(f"{row['case']}: {model} tokens", *times, *over, number(row["error_vs_jnp"]["plan"], 3))
+
+
+def _models(results: Mapping[str, Result]) -> Iterator[str]:
+    for name, result in results.items():
+        yield from _section("Unmodified models", name, result)
+        yield from text(
+            "Wall time of plain JAX with its default attention, and of `optimize` with an empty cache. *Least*: of three "
+            "runs. *MiB*: peak memory."
+        )
+        yield from table("model", "plain JAX", "`optimize`", "ratio", "least", "MiB, plain", "MiB", left=1)
+        for row in result["rows"]:
+            memory = (number(row[f"{version}_bytes"] / 2**20, 0) for version in ("jnp", "optimize"))
+            ratios = (number(row["optimize_vs_jnp"], 3), number(min(row["ratios"]), 3))
+            yield line(row["model"], number(row["jnp_us"], 0), number(row["optimize_us"], 0), *ratios, *memory)
 
 
 def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
