@@ -61,7 +61,8 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         yield line(title, number(summary[f"{name}_geomean"], 3), number(summary[f"{name}_worst"], 3))
     for result in _files(results, "models").values():
         models = [row["optimize_vs_jnp"] for row in result["rows"]]
-        title = f"plain JAX / `scheduler.optimize`, {len(models)} unmodified models without a search, {_chip(result)}"
+        chip = _chip(result).removeprefix("NVIDIA ")
+        title = f"plain JAX / `scheduler.optimize`, {len(models)} unmodified models, no search, on an {chip}"
         worst = number(min(min(row["ratios"]) for row in result["rows"]), 3)
         yield line(title, number(statistics.geometric_mean(models), 3), worst)
     for title, ratios in (
@@ -69,12 +70,6 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
     ):
         yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
-
-
-def _chip(result: Result) -> str:
-    """The short name of the chip: H100."""
-    words = re.split(r"[ /:]", result["environment"]["device"])
-    return next(word for word in words if re.fullmatch(r"[A-Z]+\d+", word))
 
 
 def page(results: Mapping[str, Result]) -> str:
@@ -296,8 +291,8 @@ def _models(results: Mapping[str, Result]) -> Iterator[str]:
     for name, result in results.items():
         yield from _section("Unmodified models", name, result)
         yield from text(
-            "Wall time of plain JAX with its default attention, and of `optimize` with an empty cache. *Least*: of three "
-            "runs. *MiB*: peak memory."
+            "Wall time of plain JAX with its default attention, and of `optimize` with an empty cache. *Least*: of "
+            "three runs. *MiB*: peak memory."
         )
         yield from table("model", "plain JAX", "`optimize`", "ratio", "least", "MiB, plain", "MiB", left=1)
         for row in result["rows"]:
