@@ -8,6 +8,7 @@ import importlib
 import io
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -215,13 +216,18 @@ def let_jet_see(primitive: Primitive, name: Callable[..., str], formula: Callabl
 # Private JAX APIs for jaxprs: evaluate one equation, and lower a trace with another jaxpr.
 
 
+def source_of(equation: Any) -> AbstractContextManager[Any]:
+    """Traces with the source line and the scope of an equation of a jaxpr."""
+    name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
+    context: AbstractContextManager[Any] = source_info_util.user_context(
+        equation.source_info.traceback, name_stack=name_stack
+    )
+    return context
+
+
 def evaluate_equation(equation: Any, *args: Any) -> list[Any]:
     """Returns the results of an equation of a jaxpr; a trace of them keeps the equation's source line and scope."""
-    name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
-    with (
-        source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack),
-        equation.ctx.manager,
-    ):
+    with source_of(equation), equation.ctx.manager:
         results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]
 

@@ -33,6 +33,9 @@ def extract(
         typer.Argument(help="Shapes of its arguments, if it has any: bfloat16[4096,512], bf16[4096@data,512]."),
     ] = None,
     mesh: MeshName = None,
+    optimized: Annotated[
+        bool, typer.Option("--optimize", help="List what scheduler.optimize replaces: attention and matmuls as well.")
+    ] = False,
     hardware: HardwareName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,14 +45,17 @@ def extract(
     problems are those of one device.
     """
     from scheduler.functions import named
-    from scheduler.functions.problems import problems
+    from scheduler.functions.problems import optimized_problems, problems
+
+    if optimized and mesh is not None:
+        raise typer.BadParameter("--optimize excludes --mesh: on several devices, attention is left to XLA")
 
     with usage_errors():
         over = _mesh(mesh)
         fn, given = named.function(function, arrays or (), over)
         chip = _target_context(hardware)
     with _context_mesh(over), chip, _untraceable(function):
-        found = problems(fn, *given)
+        found = optimized_problems(fn, given, {}) if optimized else problems(fn, *given)
     if as_json:
         from scheduler.functions.problems import to_json
 

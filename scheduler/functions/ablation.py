@@ -19,11 +19,10 @@ from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.functions import comparison, equations
 from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewrite import with_tuned_calls
+from scheduler.functions.rewrite import selected_backends, with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
-from search_spaces import OPERATIONS, load, lowering_compat
-from search_spaces.operation import Operation
+from search_spaces import lowering_compat
 from search_spaces.problem import Problem
 
 Run = functools.partial[Any]  # a compiled function with its arrays
@@ -201,13 +200,6 @@ class Lowered:
     lowered: Any
     replaced: tuple[Replaced, ...]
     left: Mapping[str, int]
-
-
-@functools.cache
-def selected_backends() -> Mapping[Any, Operation[Any]]:
-    """Returns the JAX primitives that operations can replace, with their operations."""
-    operations = [load(name) for name in OPERATIONS]
-    return {primitive: operation for operation in operations for primitive in operation.equations}
 
 
 def lower_with_kernels(

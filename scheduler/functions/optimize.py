@@ -23,9 +23,11 @@ from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import ablation, comparison, pure
+from scheduler.functions import comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
+from scheduler.functions.problems import Problems, optimized_problems
 from scheduler.functions.pure import Outputs
+from scheduler.functions.rewrite import selected_backends
 from scheduler.functions.trial import Arguments, Decided, Trial
 from search_spaces import lowering_compat
 from search_spaces.space import unknown
@@ -141,7 +143,7 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(ablation.selected_backends().values())
+        self._operations = tuple(selected_backends().values())
         self._named = backends_of_each(self._operations, backends)
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
@@ -214,6 +216,14 @@ class Optimized:
         """The decisions, one for each kind of arguments, in the order of their first calls."""
         with self._guard:
             return tuple(version.decided for version in self._table.values() if version is not _OPENED)
+
+    def problems(self, *args: Any, **kwargs: Any) -> Problems:
+        """Returns the problems that a call with these arguments poses: attention, matmuls, and the tuned calls in it.
+
+        The call is traced, not run. `Problems.save` writes them as a job for ``tile-scheduler tune --job``.
+        A `jax.ShapeDtypeStruct` may replace an array.
+        """
+        return optimized_problems(self._fn, args, kwargs)
 
     def report(self) -> str:
         """Returns the decisions, their arguments and their reasons as text."""

@@ -37,6 +37,7 @@ from scheduler.functions.equations import (
     with_inside,
 )
 from scheduler.functions.pure import pure_call
+from scheduler.functions.rewrite import listed_calls, selected_backends
 from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
@@ -339,6 +340,41 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())
     mesh = "" if over is None else mesh_text(over)
     return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), tuple(loops.values()), mesh, by_library)
+
+
+@comparisons()
+def optimized_problems(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Problems:
+    """Returns the problems that `scheduler.optimize` poses for ``fn(*args, **kwargs)``, the most expensive first.
+
+    These are attention, forward and backward, matmuls, and the tuned calls of `fn`. What a record or the cost model
+    leaves to XLA is listed, too. Arguments and errors are those of `problems`.
+    """
+    chip = _chip()
+    pure = pure_call(fn, tuple(args), dict(kwargs))
+    function = equations.traced(pure.function, *pure.arrays)
+    jaxpr = listed_calls(function.jaxpr, function.constants)
+    operations = selected_backends()
+    stored = equations.layouts_around(jaxpr, operations.keys())
+    tuned = ProblemCounter(chip)
+    for body in (each for each in equations.bodies(jaxpr) if isinstance(each, Body)):
+        for equation in body.jaxpr.eqns:
+            if (found := _posed(equation, operations, stored)) is not None:
+                tuned.add(*found, body.count, [body.line_of(equation)])
+    loops = {(each.kind, each.line): each for each in equations.bodies(jaxpr) if isinstance(each, equations.Loop)}
+    return Problems(tuned.rows(), chip, loops=tuple(loops.values()))
+
+
+def _posed(
+    equation: Any, operations: Mapping[Any, Operation[Any]], stored: Mapping[Any, equations.StoredLayout]
+) -> tuple[Operation[Any], Problem] | None:
+    if _makes_query(equation):
+        return equation.params["operation"], equation.params["problem"]
+    if (operation := operations.get(equation.primitive)) is None:
+        return None
+    avals = [x.aval for x in equation.invars]
+    layout = stored[equations.layout_key(equation.primitive, avals, equation.params)]
+    matched = operation.equations[equation.primitive](*avals, stored=layout, **equation.params)
+    return None if isinstance(matched, str) else (operation, matched.problem)
 
 
 def _chip() -> Hardware:

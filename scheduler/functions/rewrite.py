@@ -17,7 +17,7 @@ from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import rewriting
 from scheduler.functions.rewriting import Found, Rewriter, Rewritten, TunedCall
-from search_spaces import OPERATIONS, jax_compat, load
+from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Region
@@ -60,6 +60,27 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) 
         return rewriting.disagreement(region, calls, key=(platform, *options.values()))
 
     return Rewriter(unless, call, check).rewrite(jaxpr)
+
+
+def listed_calls(jaxpr: Any, constants: Sequence[Any]) -> Any:
+    """Returns an open jaxpr with a tuned call in place of each region, whichever kernel is selected for it.
+
+    Args:
+      constants: for ``jaxpr.constvars``.
+    """
+
+    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
+        return tuned_call(operation, problem, *operands, params=params, options=dispatch.options(operation))
+
+    rewriter = Rewriter(lambda operation, problem: None, call, lambda region, calls: None)
+    return fingerprint.opened_jaxpr(rewriter.rewrite(core.ClosedJaxpr(jaxpr, constants)).jaxpr)
+
+
+@functools.cache
+def selected_backends() -> Mapping[Any, Operation[Any]]:
+    """Returns the JAX primitives that operations can replace, with their operations."""
+    operations = [load(name) for name in OPERATIONS]
+    return {primitive: operation for operation in operations for primitive in operation.equations}
 
 
 def rewrite(

@@ -337,7 +337,10 @@ class _Evaluation:
         if key not in self._handed_on:
             before = self.run_stage(replacement, number - 1) if number else None
             stage = replacement.region.stages[number]
-            results, self._handed_on[key] = stage.run(replacement.calls[number], before, *map(self._read, stage.inputs))
+            with lowering_compat.source_of(replacement.region.shown[0].equation):
+                results, self._handed_on[key] = stage.run(
+                    replacement.calls[number], before, *map(self._read, stage.inputs)
+                )
             self._values.update((id(x), each) for x, each in zip(stage.results, results, strict=True))
         return self._handed_on[key]
 
@@ -373,8 +376,6 @@ def _retraced(run: Callable[..., list[Any]], closed: Any) -> Any:
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
     kinds = [[(_struct(x.aval).shape, _struct(x.aval).dtype) for x in jaxpr.outvars] for jaxpr in (before, live)]
     assert kinds[0] == kinds[1], kinds
-    if opened is after:  # constants are part of the jaxpr
-        return live
     return core.ClosedJaxpr(live, after.consts)
 
 

@@ -12,9 +12,11 @@ import pytest
 from jax.extend import core
 
 import scheduler
+from scheduler.cli.app import main
 from scheduler.dispatch.primitive import library
 from scheduler.functions import comparison, rewriting
 from scheduler.functions.rewriting import Rewriter
+from scheduler.search import jobs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from attention_corpus import FORMS, Form, einsum, rewritten
@@ -196,6 +198,45 @@ def test_optimize_replaces_attention_by_kernels_and_names_the_line():
     attention = [each for each in decision.replaced if each.line]
     assert {each.operation for each in attention} == {"flash_attention", "flash_attention_backward"}
     assert all("attention_corpus.py:" in each.line for each in attention)
+
+
+def scanned_step(weights, x):
+    def loss(weights, x):
+        def layer(x, w):
+            q, k, v = ((x @ w[name]).reshape(1, 128, 4, 32) for name in "qkv")
+            return x + einsum(q, k, v).reshape(x.shape), None
+
+        return (jax.lax.scan(layer, x, weights)[0] ** 2).sum()
+
+    return jax.value_and_grad(loss)(weights, x)
+
+
+WEIGHT = jax.ShapeDtypeStruct((3, 128, 128), jnp.bfloat16)
+STEP_ARGUMENTS = ({"q": WEIGHT, "k": WEIGHT, "v": WEIGHT}, jax.ShapeDtypeStruct((1, 128, 128), jnp.bfloat16))
+
+
+def test_the_problems_that_optimize_poses_are_listed_with_counts_and_lines():
+    found = {row.operation.name: row for row in scheduler.optimize(scanned_step).problems(*STEP_ARGUMENTS)}
+    assert found.keys() == {"flash_attention", "flash_attention_backward", "matmul"}
+    for name in ("flash_attention", "flash_attention_backward"):
+        row = found[name]
+        assert (row.count, row.problem.q_len, row.problem.causal) == (3, 128, True)
+        assert [line.file.endswith("attention_corpus.py") for line in row.lines] == [True]
+
+
+def test_extract_writes_what_optimize_poses_as_a_job(capfd, tmp_path):
+    file = tmp_path / "attention.py"
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def attention(q, k, v):\n"
+        "    return jax.nn.dot_product_attention(q, k, v, is_causal=True)\n"
+    )
+    operand = "bfloat16[1,128,4,32]"
+    with pytest.raises(SystemExit) as ended:
+        main(["extract", f"{file}:attention", operand, operand, operand, "--optimize"])
+    assert not ended.value.code
+    (task,) = jobs.parse(capfd.readouterr().out)
+    assert (task.operation.name, task.problem.causal, task.problem.heads) == ("flash_attention", True, 4)
 
 
 def test_rewrite_is_a_function_that_jax_transforms():
