@@ -238,7 +238,7 @@ def test_the_same_command_measures_nothing_twice_and_what_has_changed_again(step
     assert steps(again) == rows
     assert (first.asked > 0, again.asked) == (True, 0)
     assert [len(row["xla_samples_us"]) for row in steps(more, rounds=4)] == [40, 40]
-    with pytest.raises(RecordingError, match="delete it"):
+    with pytest.raises(RecordingError, match="delete the file"):
         steps(Modelled(), schedules=7)
 
 

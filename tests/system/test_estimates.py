@@ -233,10 +233,10 @@ def test_the_model_is_not_fitted_to_estimates(store, estimate):
 def test_an_estimate_cannot_be_verified_and_says_why(estimate):
     (one,) = reverify([estimate], operation=PRODUCT)
     assert one.state == "elsewhere"
-    assert "estimated by the compiler" in one.reason
+    assert "estimate of the compiler" in one.reason
     message = run("verify", "--operation", OWN, status=1)[1]
     assert "none of 1 records could be timed" in message
-    assert "estimated by the compiler" in message
+    assert "estimate of the compiler" in message
 
 
 def test_all_that_prints_a_record_says_that_it_is_estimated(store, estimate, tmp_path):

@@ -78,7 +78,7 @@ def test_a_bad_problem_is_kept_with_its_reason_and_the_rest_are_read(table, comp
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("budget =", "not: "),
+        ("budget =", "must be valid TOML: "),
         ('operatoin = "matmul"', "did you mean 'operation'"),
         ('operation = "matmul"', r"at least one table \[\[problem\]\]"),
         ('operation = "matmull"\n[[problem]]\nm=1', "no operation 'matmull'"),

@@ -123,8 +123,8 @@ def test_what_cannot_be_verified_is_said_in_a_sentence(plan, tmp_path):
     place = f"{plan.parent}/steps.py"
     for arguments, words in (
         (["--function", f"{place}:step"], "--function needs --plan"),
-        (["--plan", plan, "m=16"], "--plan excludes fields"),
-        (["--plan", plan, "--shipped"], "--plan excludes fields"),
+        (["--plan", plan, "m=16"], "--plan verifies its whole file"),
+        (["--plan", plan, "--shipped"], "--plan verifies its whole file"),
         (["--plan", plan, "--function", f"{place}:none"], "cannot load"),
         (["--plan", plan, "--function", f"{place}:lone"], "must return (function, (argument, ...)) to time"),
         (["--plan", plan, "--function", f"{place}:of_shapes"], "give the shapes of its arrays"),

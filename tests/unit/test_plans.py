@@ -239,7 +239,7 @@ STALE = [
     (lambda: with_answer(version=99), "version 99 of the interpret kernel, now version"),
     (lambda: with_answer(backend="cutlass"), r"uses cutlass, which no longer exists \(available: mosaic_gpu,"),
     (lambda: with_answer(schedule={"tile_m": 7, "tile_n": 48, "tile_k": 32}), "has a schedule that cannot run: "),
-    (lambda: plan_of(hardware="NVIDIA H200 (132 cores, 140 GiB)"), "is of NVIDIA H200 .*, and this is "),
+    (lambda: plan_of(hardware="NVIDIA H200 (132 cores, 140 GiB)"), "is for NVIDIA H200 .*, and this is "),
 ]
 
 
@@ -248,7 +248,7 @@ def test_an_answer_that_does_not_hold_is_xlas_with_one_warning_or_an_error(stale
     with scheduler.plan(stale(), missing="error"), pytest.raises(scheduler.CacheMiss, match=words):
         tuned_matmul(A, B)
     with scheduler.plan(stale()):
-        with pytest.warns(RuntimeWarning, match=f"{words}.*; xla answers") as warned:
+        with pytest.warns(RuntimeWarning, match=f"{words}.*; xla is used") as warned:
             assert not interpreted(tuned_matmul, A, B)
         assert len(warned) == 1
         scheduler.reload()

@@ -178,7 +178,7 @@ def test_the_command_line_searches_by_three_samplers_and_stores_what_it_tried(pa
     assert [len(study.trials) for study in studies(path)] == [12, 12, 12]
     refused = CliRunner().invoke(app, ["tune", "--replay", str(RECORDING), "--sampler", "tpee"])
     assert refused.exit_code == 2
-    assert "there are model, tpe" in " ".join(refused.output.split())
+    assert "use model, tpe" in " ".join(refused.output.split())
 
 
 def test_a_job_searches_by_the_sampler_that_it_is_given(store):

@@ -241,7 +241,7 @@ def test_what_was_not_asked_for_cannot_be_told():
 
 
 def test_an_index_beyond_the_list_cannot_come_first():
-    with pytest.raises(ValueError, match=r"first=\[100\]"):
+    with pytest.raises(ValueError, match=r"indices of 100 candidates, found \[100\]"):
         Search(grid(100)[0], budget=10, first=[1, 100])
 
 
