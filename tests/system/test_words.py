@@ -208,7 +208,7 @@ def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_
         with pytest.raises(ValueError, match="is out of range; give a finite number above 0, or None"):
             scheduler.tune("matmul", SMALL, seconds=seconds)
     for path in (str(tmp_path / "cache.db"), tmp_path / "cache.db"):
-        with pytest.raises(TypeError, match=r"must be a scheduler.Store, found '/"):
+        with pytest.raises(TypeError, match=r"must be a scheduler.Store, found .*'/"):
             scheduler.tune("matmul", SMALL, budget=1, store=path)
 
 
