@@ -236,10 +236,10 @@ def _as_specs(shardings: Sequence[Any], ranks: Sequence[int]) -> tuple[AbstractM
     for sizes in sorted(set(itertools.islice(itertools.permutations(_primes(devices)), 5040))):
         mesh = AbstractMesh(sizes, tuple(f"axis{i}" for i in range(len(sizes))))
         specs = [_spec(s, rank, mesh) for s, rank in zip(shardings, ranks, strict=True)]
-        told = sum(spec is not None for spec in specs)
-        if best is None or told > best[0]:
-            best = told, mesh, [spec or ((),) * rank for spec, rank in zip(specs, ranks, strict=True)]
-        if told == len(specs):
+        named = sum(spec is not None for spec in specs)
+        if best is None or named > best[0]:
+            best = named, mesh, [spec or ((),) * rank for spec, rank in zip(specs, ranks, strict=True)]
+        if named == len(specs):
             break
     assert best is not None
     return best[1:]

@@ -419,7 +419,7 @@ def _cycles(
     finally:
         jax.clear_caches()  # a search compiles hundreds of programs, each one once
     if not profile.cycles:
-        return Failure("estimate", "the compiler told no cycles of it")
+        return Failure("estimate", "the compiler reports no cycles for it")
     return profile.cycles
 
 

@@ -231,7 +231,7 @@ class CostModel:
     def floor(self, footprint: Footprint) -> Array:
         """Returns a lower bound on the time of each schedule, in seconds, independent of the constants.
 
-        The bound is the largest of three times. It is 0 if the chip's figures are borrowed.
+        The bound is the largest of three times. It is 0 if the chip's figures are extrapolated.
 
         - The padded arithmetic of the busiest core at the highest clock.
         - The loads of all cores together, at the bandwidth of the last-level cache. A per-core bound would be wrong: a
