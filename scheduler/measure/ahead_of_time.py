@@ -34,8 +34,8 @@ INTERPRETER_LIMIT_S = 60.0
 def elsewhere(hardware: Hardware) -> Hardware:
     """Returns the description of the chip for a process that has no access to it.
 
-    The lower bound of a problem does not apply to estimates (`extrapolated`). The compiler's estimate assumes that reads
-    and writes of memory overlap, so it can be below the bound of a memory-bound program.
+    The lower bound of a problem does not apply to estimates (`extrapolated`). The compiler's estimate assumes that
+    reads and writes of memory overlap, so it can be below the bound of a memory-bound program.
     """
     return dataclasses.replace(hardware, abilities=NOT_HERE, extrapolated=True)
 
