@@ -19,7 +19,7 @@ from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.functions import comparison, equations
 from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewrite import selected_backends, with_tuned_calls
+from scheduler.functions.rewrite import with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
@@ -229,12 +229,12 @@ def lower_with_kernels(
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
-    around = equations.layouts_around(traced.jaxpr, selected_backends().keys())
+    around = equations.layouts_around(traced.jaxpr, equations.operations_by_primitive().keys())
 
     def answer(
         primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
     ) -> Any:
-        operation = selected_backends()[primitive]
+        operation = equations.operations_by_primitive()[primitive]
         stored = around.get(equations.layout_key(primitive, avals, params))
         matched = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
         if isinstance(matched, str) or partitioned:
@@ -260,7 +260,7 @@ def lower_with_kernels(
 
         return run
 
-    answers = {primitive: functools.partial(answer, primitive) for primitive in selected_backends()}
+    answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
     return Lowered(lowered, tuple(replaced), dict(left))
 

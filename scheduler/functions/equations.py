@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from scheduler.core import frames
 from scheduler.core.frames import Call, asked_by
 from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel
-from search_spaces import fingerprint
+from search_spaces import OPERATIONS, fingerprint, load
 from search_spaces.fingerprint import is_jaxpr, opened_jaxpr
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -185,6 +186,27 @@ def _held(equation: Any) -> Iterator[Any]:
     if equation.primitive.name == "custom_linear_solve":  # the other jaxprs are for derivatives
         return iter((equation.params["jaxprs"].solve,))
     return fingerprint.held_jaxprs(equation)
+
+
+@functools.cache
+def operations_by_primitive() -> Mapping[Any, Operation[Any]]:
+    """Returns the JAX primitives whose equations an operation can replace, with their operations."""
+    operations = [load(name) for name in OPERATIONS]
+    return {primitive: operation for operation in operations for primitive in operation.equations}
+
+
+def match_equation(equation: Any, stored: Mapping[Any, StoredLayout]) -> tuple[Operation[Any], Problem] | None:
+    """Returns the operation that can replace an equation, and its problem; None if there is none.
+
+    Args:
+      stored: memory layouts, from `layouts_around` with all `operations_by_primitive`.
+    """
+    if (operation := operations_by_primitive().get(equation.primitive)) is None:
+        return None
+    avals = [x.aval for x in equation.invars]
+    layout = stored[layout_key(equation.primitive, avals, equation.params)]
+    matched = operation.equations[equation.primitive](*avals, stored=layout, **equation.params)
+    return None if isinstance(matched, str) else (operation, matched.problem)
 
 
 # ------------------------------------------------------------------------------

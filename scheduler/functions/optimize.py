@@ -25,9 +25,9 @@ from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
+from scheduler.functions.equations import operations_by_primitive
 from scheduler.functions.problems import Problems, optimized_problems
 from scheduler.functions.pure import Outputs
-from scheduler.functions.rewrite import selected_backends
 from scheduler.functions.trial import Arguments, Decided, Trial
 from search_spaces import lowering_compat
 from search_spaces.space import unknown
@@ -143,7 +143,7 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(selected_backends().values())
+        self._operations = tuple(operations_by_primitive().values())
         self._named = backends_of_each(self._operations, backends)
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes

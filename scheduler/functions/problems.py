@@ -37,7 +37,7 @@ from scheduler.functions.equations import (
     with_inside,
 )
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewrite import listed_calls, selected_backends
+from scheduler.functions.rewrite import listed_calls
 from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
@@ -324,10 +324,6 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     chip = _chip()
     pure = pure_call(fn, args, kwargs)
     function = equations.traced(pure.function, *pure.arrays)
-    loops = dict[Any, equations.Loop]()
-    for body in equations.bodies(function.jaxpr):
-        if isinstance(body, equations.Loop):
-            loops.setdefault((body.kind, body.line), body)
     over = mesh_of(function)
     tuned, left = ProblemCounter(chip), dict[str, ProblemCounter]()
     for made in local_calls(function) if over is None else partitioned_calls(function, over):
@@ -339,7 +335,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
             )
     by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())
     mesh = "" if over is None else mesh_text(over)
-    return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), tuple(loops.values()), mesh, by_library)
+    return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), _loops(function.jaxpr), mesh, by_library)
 
 
 @comparisons()
@@ -353,28 +349,28 @@ def optimized_problems(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     pure = pure_call(fn, tuple(args), dict(kwargs))
     function = equations.traced(pure.function, *pure.arrays)
     jaxpr = listed_calls(function.jaxpr, function.constants)
-    operations = selected_backends()
-    stored = equations.layouts_around(jaxpr, operations.keys())
+    stored = equations.layouts_around(jaxpr, equations.operations_by_primitive().keys())
     tuned = ProblemCounter(chip)
     for body in (each for each in equations.bodies(jaxpr) if isinstance(each, Body)):
         for equation in body.jaxpr.eqns:
-            if (found := _posed(equation, operations, stored)) is not None:
+            if (found := _posed(equation, stored)) is not None:
                 tuned.add(*found, body.count, [body.line_of(equation)])
-    loops = {(each.kind, each.line): each for each in equations.bodies(jaxpr) if isinstance(each, equations.Loop)}
-    return Problems(tuned.rows(), chip, loops=tuple(loops.values()))
+    return Problems(tuned.rows(), chip, loops=_loops(jaxpr))
 
 
-def _posed(
-    equation: Any, operations: Mapping[Any, Operation[Any]], stored: Mapping[Any, equations.StoredLayout]
-) -> tuple[Operation[Any], Problem] | None:
+def _posed(equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> tuple[Operation[Any], Problem] | None:
     if _makes_query(equation):
         return equation.params["operation"], equation.params["problem"]
-    if (operation := operations.get(equation.primitive)) is None:
-        return None
-    avals = [x.aval for x in equation.invars]
-    layout = stored[equations.layout_key(equation.primitive, avals, equation.params)]
-    matched = operation.equations[equation.primitive](*avals, stored=layout, **equation.params)
-    return None if isinstance(matched, str) else (operation, matched.problem)
+    return equations.match_equation(equation, stored)
+
+
+def _loops(jaxpr: Any) -> tuple[equations.Loop, ...]:
+    """Returns the loops with unknown counts, one for each kind and line."""
+    found = dict[Any, equations.Loop]()
+    for body in equations.bodies(jaxpr):
+        if isinstance(body, equations.Loop):
+            found.setdefault((body.kind, body.line), body)
+    return tuple(found.values())
 
 
 def _chip() -> Hardware:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from scheduler.core import hardware
 from scheduler.core.arguments import backends_of_each
 from scheduler.core.errors import NoCandidate
 from scheduler.dispatch import calls, dispatch, planned
@@ -21,15 +22,6 @@ from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Region
-
-# JAX's names of platforms of devices -> its names in lowering, where they differ.
-_PLATFORMS = {"gpu": "cuda"}
-
-
-def lowering_platform(device: jax.Device) -> str:
-    """Returns the platform for which JAX lowers a program that runs on this device."""
-    platform: str = device.platform
-    return _PLATFORMS.get(platform, platform)
 
 
 def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) -> Rewritten:
@@ -76,22 +68,15 @@ def listed_calls(jaxpr: Any, constants: Sequence[Any]) -> Any:
     return fingerprint.opened_jaxpr(rewriter.rewrite(core.ClosedJaxpr(jaxpr, constants)).jaxpr)
 
 
-@functools.cache
-def selected_backends() -> Mapping[Any, Operation[Any]]:
-    """Returns the JAX primitives that operations can replace, with their operations."""
-    operations = [load(name) for name in OPERATIONS]
-    return {primitive: operation for operation in operations for primitive in operation.equations}
-
-
 def rewrite(
     fn: Callable[..., Any], *, on_miss: OnMiss | None = None, backends: Backends | None = None
-) -> Callable[..., Any]:
+) -> RewrittenFunction:
     """Returns `fn` with tuned calls in place of the attention that it computes by JAX's own operations.
 
     The result is a function like `fn`: it can be differentiated, batched, jitted and scanned, and called with other
     shapes. Apply it to the function that is differentiated: ``jax.value_and_grad(scheduler.rewrite(loss))``. The
     backward pass is then a tuned call, too, and no scan saves probabilities. `scheduler.optimize` replaces attention
-    after differentiation, and needs no such change; use `rewrite` in libraries, and where several devices run `fn`.
+    after differentiation, and needs no such change; use `rewrite` in libraries.
 
     Attention is a softmax between two products, with an optional scale, softcap, causal mask or window. Anything else
     is left as it is: dropouts, biases, masks that depend on an argument. Each kind of attention is compared once with
@@ -133,7 +118,7 @@ class RewrittenFunction:
         if jax_compat.has_explicit_axes([x for x in arrays if isinstance(x, jax.Array)]):
             return self._fn(*args, **kwargs)
         closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        rewritten = with_tuned_calls(closed, self._options(), lowering_platform(jax.local_devices()[0]))
+        rewritten = with_tuned_calls(closed, self._options(), hardware.target_of(jax.local_devices()[0]).platform)
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)

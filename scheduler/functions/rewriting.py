@@ -188,19 +188,14 @@ class Rewriter:
     def _with_bodies(self, node: Node, count: int) -> Any:
         """Returns the equation of a node with rewritten bodies; None if none changes."""
         changed: dict[int, Any] = {}
-        for body, times in equations.held(node.equation):
-            opened = fingerprint.opened_jaxpr(body)
-            for closed in (each for each in fingerprint.held_jaxprs(node.equation) if _is_opened_to(each, opened)):
-                new = self._rewritten(closed, recognise.arguments(node, opened), count * times)
-                if new is not closed:
-                    changed[id(closed)] = new if closed is not opened else _without_constants(new)
+        for closed, times in equations.held(node.equation):
+            opened = fingerprint.opened_jaxpr(closed)
+            new = self._rewritten(closed, recognise.arguments(node, opened), count * times)
+            if new is not closed:
+                changed[id(closed)] = new if closed is not opened else _without_constants(new)
         if not changed:
             return None
         return equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
-
-
-def _is_opened_to(closed: Any, opened: Any) -> bool:
-    return fingerprint.opened_jaxpr(closed) is opened
 
 
 def _graph(closed: Any, known: Mapping[Any, Value]) -> Graph:
@@ -408,10 +403,9 @@ def disagreement(region: Region, calls: Sequence[TunedCall], key: Any = None) ->
     nodes = recognise.equations_between((*inputs, *region.results), region.roots)
     text = recognise.program_text(nodes, region.roots, region.results)
     problems = [stage.problem for stage in region.stages]
-    found = _checked.get(at := (text, tuple(problems), key), "")
-    if found == "":
-        found = _checked[at] = _disagreement(region, calls, nodes, inputs, comparison.rounding(problems))
-    return found
+    if (kind := (text, tuple(problems), key)) not in _checked:
+        _checked[kind] = _disagreement(region, calls, nodes, inputs, comparison.rounding(problems))
+    return _checked[kind]
 
 
 def _disagreement(

@@ -15,7 +15,7 @@ from scheduler.functions import equations
 from scheduler.functions.equations import ProblemCount, ProblemCounter, inside, is_backward, line_of
 from scheduler.prediction.between import answer
 from search_spaces import OPERATIONS, jax_compat, load, recognise
-from search_spaces.operation import MatchedEquation, Operation
+from search_spaces.operation import Operation
 from search_spaces.recognise import Recognised
 
 # Smaller expected gains are not reported.
@@ -61,9 +61,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
         for line in _lines(pattern)
         if len(pattern.shown) > 1 and not scope.backward
     }
-    stored = equations.layouts_around(
-        jaxpr, {primitive for operation in operations for primitive in operation.equations}
-    )
+    stored = equations.layouts_around(jaxpr, equations.operations_by_primitive().keys())
     for scope in scopes:
         replaced = set[int]()
         for operation, pattern in scope.patterns:
@@ -76,9 +74,8 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
                 continue
             if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # only its own record can show a gain over cuDNN
                 continue
-            for operation in operations:
-                if isinstance(matched := _match(operation, node.equation, stored), MatchedEquation):
-                    tally.add(operation, matched.problem, scope.count, [line_of(node.equation)])
+            if (matched := equations.match_equation(node.equation, stored)) is not None:
+                tally.add(*matched, scope.count, [line_of(node.equation)])
     calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
     calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
     return tuple(Suggestion(row, calls[row.operation.name], _gain(row, chip)) for row in tally.rows())
@@ -116,15 +113,6 @@ def _patterns(
             kept.append((operation, pattern))
             replaced |= set(map(id, pattern.nodes))
     return kept
-
-
-def _match(operation: Operation[Any], equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> Any:
-    if (match_equation := operation.equations.get(equation.primitive)) is None:
-        return None
-    avals = [x.aval for x in equation.invars]
-    return match_equation(
-        *avals, stored=stored[equations.layout_key(equation.primitive, avals, equation.params)], **equation.params
-    )
 
 
 def _gain(row: ProblemCount, chip: Hardware) -> float | None:

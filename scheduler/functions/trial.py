@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.core import text
+from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
 from scheduler.functions import ablation, comparison
 from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.comparison import Seconds
-from scheduler.functions.rewrite import lowering_platform
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ class Trial:
     def _platform(self) -> str | None:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
         devices = self.given.devices() or jax.local_devices()[:1]
-        return lowering_platform(devices[0]) if len(devices) == 1 else None
+        return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
 
     def _try_both(self, lowered: Lowered, traced: Any, donated: Sequence[bool]) -> Decided:
         compiled = lowered.lowered.compile()

@@ -230,9 +230,8 @@ def vjp_bwd(call: Call, p: FlashAttentionProblem, residuals: Any, cotangent: Any
     q, k, v, out, lse, *lengths = residuals
     d_out, d_lse = cotangent if p.return_lse else (cotangent, None)
     params = dict(call.params)  # type: ignore[attr-defined]
-    shared = {field.name: getattr(p, field.name) for field in dataclasses.fields(p) if field.name != "return_lse"}
-    posed = FlashAttentionBackwardProblem(
-        **shared, lse_cotangent=d_lse is not None, deterministic=params.pop("deterministic", False)
+    posed = FlashAttentionBackwardProblem.of_forward(
+        p, lse_cotangent=d_lse is not None, deterministic=params.pop("deterministic", False)
     )
     d_out = jnp.zeros(out.shape, out.dtype) if d_out is None else d_out
     cotangents = (d_out,) if d_lse is None else (d_out, d_lse)

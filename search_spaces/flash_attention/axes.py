@@ -16,7 +16,7 @@ Axes = tuple[Axis, ...]
 FEATURES, NO_AXIS = -1, -2
 
 # Primitives that keep the axes of an operand of the same shape.
-ELEMENTWISE = (
+_ELEMENTWISE = (
     frozenset(
         {"abs", "add", "add_any", "clamp", "div", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic"}
     )
@@ -81,7 +81,7 @@ class Labels:
 
     def _carried(self, node: Node) -> list[tuple[Axes, ...] | None]:
         known = [(x, self._axes[id(x)]) for x in node.inputs if id(x) in self._axes]
-        if node.name in ELEMENTWISE:
+        if elementwise(node):
             return [next((axes for x, axes in known if x.shape == result.shape), None) for result in node.results]
         value, axes = known[0]
         carried: tuple[Axes, ...] | None = None
@@ -172,7 +172,7 @@ class Product:
 
 def elementwise(node: Node) -> bool:
     """Returns whether an equation keeps the axes of an operand of the same shape."""
-    return node.name in ELEMENTWISE
+    return node.name in _ELEMENTWISE
 
 
 def below(node: Node, axes: Axes) -> Axes:

@@ -100,9 +100,9 @@ def softmax_of(exp: Node, labels: Labels) -> Softmax | None:
             if same(summed, exponential) and len(axes[axis]) == 1 and _less_of_rows(exp, labels, axes[axis][0]):
                 return Softmax(exp, node.results[0], axes[axis][0])
     for node in sums:
-        (key,) = axes[node.params["axes"][0]] or [None]
-        if key is not None and _less_of_rows(exp, labels, key):
-            return Softmax(exp, exponential, key, node.results[0])
+        keys = axes[node.params["axes"][0]]
+        if len(keys) == 1 and _less_of_rows(exp, labels, keys[0]):
+            return Softmax(exp, exponential, keys[0], node.results[0])
     return None
 
 
@@ -144,7 +144,7 @@ def origin(value: Value) -> Value:
 
 
 def root(value: Value, dtype: Any) -> Value:
-    """Returns the array that `value` is a layout of, in a dtype at least as narrow as `dtype`."""
+    """Returns the array before changes of its layout, and before casts to wider dtypes than `dtype`."""
     while (node := value.node) is not None:
         if node.name == "convert_element_type":
             before = node.inputs[0]

@@ -33,8 +33,8 @@ from search_spaces.flash_attention.logits import Logits, Softmax, is_widened, lo
 from search_spaces.flash_attention.masks import MASKED, Band, band, bias_band, constant
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention.roles import (
+    after_division,
     before_division,
-    divided,
     gradient_product,
     roles_of,
     values_and_cotangent,
@@ -113,7 +113,7 @@ class Attention:
         results = () if self.out is None else (self.out.value,)
         stages = [Stage(None, self.problem, params, inputs, results, self._forward)]
         if self.d_out is not None:
-            problem = backward_problem(self.problem)
+            problem = FlashAttentionBackwardProblem.of_forward(self.problem)
             gradients = tuple(x.value for x in (self.dq, self.dk, self.dv) if x is not None)
             backward = Stage(FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward)
             stages.append(backward)
@@ -174,19 +174,13 @@ def find(graph: Graph) -> list[Region | Left]:
     return [_unless_used(each, live, own) if isinstance(each, Attention) else each for each in found]
 
 
-def backward_problem(p: FlashAttentionProblem) -> FlashAttentionBackwardProblem:
-    """Returns the problem of the gradients of a forward pass."""
-    shared = {field.name: getattr(p, field.name) for field in dataclasses.fields(p) if field.name != "return_lse"}
-    return FlashAttentionBackwardProblem(**shared)
-
-
 def recognise(node: Node) -> Recognised | None:
     """Returns the attention that ends in `node`, the product of probabilities and values, for a report."""
     if node.name != "dot_general":
         return None
     for side in (0, 1):
-        divided = origin(node.inputs[side]).by("div", "mul")
-        exps = [] if divided is None else [each for x in divided.inputs if (each := strip(x).by("exp")) is not None]
+        quotient = origin(node.inputs[side]).by("div", "mul")
+        exps = [] if quotient is None else [each for x in quotient.inputs if (each := strip(x).by("exp")) is not None]
         for exp in exps:
             found = _attention(exp)
             if isinstance(found, Attention) and found.out is not None and found.out.value is node.results[0]:
@@ -261,7 +255,7 @@ def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence
     v, d_out = values_and_cotangent(roles, of_logits, labels, key)
     out, dq, dk, dv = (None if each is None else each.out for each in roles.values())
     if softmax.total is not None:
-        out = None if out is None else divided(out, softmax.total)
+        out = None if out is None else after_division(out, softmax.total)
         d_out = None if d_out is None else before_division(d_out, softmax.total)
     dq = None if dq is None else dataclasses.replace(dq, factor=1 / of_q)
     dk = None if dk is None else dataclasses.replace(dk, factor=1 / of_k)

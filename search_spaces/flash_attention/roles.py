@@ -67,6 +67,11 @@ def gradient_product(roles: Mapping[str, Product | None], product: Node) -> Node
 def values_and_cotangent(
     roles: Mapping[str, Product | None], of_logits: Node | None, labels: Labels, key: Axis
 ) -> tuple[Array, Array | None]:
+    """Returns the values, and the cotangent of the result if there are gradients.
+
+    Args:
+      of_logits: ``d_out v^T``, as in `gradient_product`.
+    """
     v, d_out = (None if role is None else role.other for role in (roles["out"], roles["dv"]))
     if of_logits is not None and (v is None or d_out is None):
         axes = _axes_above(of_logits, labels)
@@ -112,8 +117,8 @@ def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
     return Array(value, joined(axes[i] for i in range(len(value.shape))))
 
 
-def divided(out: Array, total: Value) -> Array:
-    """Returns the result of a product with exponentials, divided by their sum."""
+def after_division(out: Array, total: Value) -> Array:
+    """Returns the quotient of a product with exponentials and their sum."""
     value, axes = out.value, out.axes
     while True:
         for user in users(value):
@@ -122,8 +127,7 @@ def divided(out: Array, total: Value) -> Array:
         following = next((user for user in users(value) if user.name in (*LAYOUT, "convert_element_type")), None)
         if following is None:
             raise Unknown("its exponentials are used without a division by their sum")
-        found = below(following, axes)
-        value, axes = following.results[0], found
+        value, axes = following.results[0], below(following, axes)
 
 
 def before_division(cotangent: Array, total: Value) -> Array:

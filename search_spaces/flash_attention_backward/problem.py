@@ -65,6 +65,16 @@ class FlashAttentionBackwardProblem(AttentionProblem):
                 raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, not {wanted.dtype}{list(wanted.shape)}")
         return p
 
+    @classmethod
+    def of_forward(cls, p: AttentionProblem, **fields: Any) -> FlashAttentionBackwardProblem:
+        """Returns the problem of the gradients of a forward pass.
+
+        Args:
+          fields: the fields that the forward pass does not have.
+        """
+        shared = {field.name: getattr(p, field.name) for field in dataclasses.fields(AttentionProblem)}
+        return cls(**shared, **fields)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the operands, in the order of `operands`."""
