@@ -70,3 +70,12 @@ def interpret(
     with gpu_interpreter(detect_races=detect_races):
         actual = jax.jit(lambda *args: kernel.run(problem, schedule, target, *args))(*args)
     return jax.tree.map(lambda x: np.asarray(x, np.float32), (actual, problem.reference(*args)))
+
+
+def check_gradients(kernel: Kernel[Any, Any], problem: Problem, schedule: Any) -> None:
+    """Asserts that all results of a kernel, interpreted, agree with the reference within the problem's tolerance."""
+    assert kernel.supports(problem, H200.target) is None
+    actual, wanted = interpret(kernel, problem, schedule, cores=H200.target.cores)
+    for found, right, tolerance in zip(actual, wanted, problem.tolerance(), strict=True):
+        assert found.shape == right.shape
+        np.testing.assert_allclose(found, right, atol=tolerance.absolute, rtol=tolerance.relative)

@@ -3,10 +3,9 @@
 import dataclasses
 import re
 
-import jax
 import numpy as np
 import pytest
-from hopper import H200, check_onchip_bytes, lower
+from hopper import H200, check_gradients, check_onchip_bytes, lower
 
 from search_spaces.flash_attention_backward.hopper import (
     FlashAttentionBackwardSchedule,
@@ -14,7 +13,7 @@ from search_spaces.flash_attention_backward.hopper import (
 )
 from search_spaces.flash_attention_backward.hopper.plan import DqPlan, Plan
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.space import Columns
 
 pytestmark = pytest.mark.slow_but_first
@@ -90,15 +89,7 @@ def posed(**fields):
     ],
 )
 def test_gradients_agree_with_the_reference(problem, schedule):
-    assert KERNEL.supports(problem, H200.target) is None
-    args = problem.inputs(seed=0)
-    with gpu_interpreter():
-        actual = jax.jit(lambda *args: KERNEL.run(problem, schedule, H200.target, *args))(*args)
-    for found, wanted, tolerance in zip(actual, problem.reference(*args), problem.tolerance(), strict=True):
-        assert found.shape == wanted.shape
-        np.testing.assert_allclose(
-            np.asarray(found, np.float32), np.asarray(wanted), atol=tolerance.absolute, rtol=tolerance.relative
-        )
+    check_gradients(KERNEL, problem, schedule)
 
 
 @needs_new_ref
