@@ -1,0 +1,1 @@
+"""Grouped products: rows times the matrix of their group."""

@@ -1,0 +1,367 @@
+"""Grouped products as problems: rows times the matrix of their group, and the gradient of these matrices.
+
+A problem takes the boundaries of its groups: group g has the rows ``boundaries[g]`` to ``boundaries[g + 1]``. They are
+known only at run time. Rows before the first and after the last boundary belong to no group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from search_spaces import checking
+from search_spaces.matmul import epilogue
+from search_spaces.matmul.problem import MatmulProblem, in_proportion
+from search_spaces.problem import Problem, Tolerance
+from search_spaces.space import cdiv
+
+DTYPES = ("bfloat16", "float16", "float32")
+RESULTS = ("bfloat16", "float16", "float32")
+# Rows that the reference multiplies at a time.
+BLOCK = 128
+
+# ------------------------------------------------------------------------------
+# Distributions of rows over groups, for which schedules are timed and verified.
+
+# Equal sizes; sizes in proportion to 1/2, 1/3, 1/4, ... (the tables of most benchmarks); every other group empty.
+DISTRIBUTIONS = ("balanced", "skewed", "half_empty")
+
+
+def group_sizes(distribution: str, rows: int, groups: int) -> npt.NDArray[np.int32]:
+    """Returns the sizes of groups in a distribution of `DISTRIBUTIONS`; they add up to `rows`."""
+    weights = {
+        "balanced": np.ones(groups),
+        "skewed": 1.0 / (np.arange(groups) + 2),
+        "half_empty": np.arange(groups) % 2 == 0,
+    }[distribution]
+    ends = np.round(np.cumsum(weights) / np.sum(weights) * rows).astype(np.int32)
+    return np.diff(ends, prepend=np.int32(0)).astype(np.int32)
+
+
+def boundaries_of(sizes: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """Returns the boundaries of groups of these sizes, of which the first starts at row 0."""
+    return np.concatenate([[0], np.cumsum(np.asarray(sizes))]).astype(np.int32)
+
+
+def random_boundaries(seed: int, rows: int, groups: int) -> npt.NDArray[np.int32]:
+    """Draws ascending boundaries; some groups are empty, and some rows belong to no group."""
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.integers(0, rows + 1, groups + 1)).astype(np.int32)
+
+
+# ------------------------------------------------------------------------------
+# The problems.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedProblem(Problem):
+    """What grouped products share.
+
+    Attributes:
+      rows: number of rows of all groups, and of no group.
+      groups: number of groups.
+      k, n: extents of a group's matrix.
+      dtype: of the operands.
+      out_dtype: of the result; "" means `dtype`.
+    """
+
+    rows: int
+    groups: int
+    k: int
+    n: int
+    dtype: str = "bfloat16"
+    out_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        self._spell_dtypes()
+        for name in ("rows", "groups", "k", "n"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self._require("dtype", DTYPES)
+        self._require("out_dtype", ("", *RESULTS))
+        if self.out_dtype == self.dtype:
+            object.__setattr__(self, "out_dtype", "")
+        super().__post_init__()
+
+    @property
+    def product(self) -> MatmulProblem:
+        """The matmul of all rows with a single matrix."""
+        return MatmulProblem(self.rows, self.n, self.k, self.dtype, out_dtype=self.out_dtype)
+
+    @property
+    def boundaries(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.groups + 1,), jnp.int32)
+
+    def draws(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """Returns the boundaries for which schedules are timed; a schedule's time is their mean."""
+        return tuple(boundaries_of(group_sizes(each, self.rows, self.groups)) for each in DISTRIBUTIONS)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.k * self.n
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Draws standard normal operands, and the boundaries of one distribution after the other by `seed`."""
+        *operands, _ = super().inputs(seed)
+        return *operands, jnp.asarray(self.draws()[seed % len(self.draws())])
+
+    def special(self) -> tuple[str, ...]:
+        kinds = checking.kinds_of([jnp.dtype(self.dtype)])
+        return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Alters the operands, and draws boundaries at any row."""
+        *operands, _ = self.inputs(seed)
+        altered = checking.with_special_values(operands, kind)
+        return *altered, jnp.asarray(random_boundaries(seed, self.rows, self.groups))
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        return (in_proportion(self.tolerance(), 4 * self._summed**0.5),)
+
+    @property
+    def _summed(self) -> int:
+        """Number of products that an element of the result adds."""
+        return self.k
+
+    def tolerance(self) -> Tolerance:
+        """Returns the tolerance of a product with as many terms (`MatmulProblem.tolerance`)."""
+        return dataclasses.replace(self.product, k=self._summed).tolerance()
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedDotProblem(GroupedProblem):
+    """``out[row] = lhs[row] @ rhs[g]`` for the rows of each group g; rows of no group are zeros.
+
+    Attributes:
+      transpose_rhs: `rhs` is stored ``[groups, n, k]``.
+    """
+
+    transpose_rhs: bool = False
+
+    @classmethod
+    def of(
+        cls, lhs: Any, rhs: Any, boundaries: Any, *, transpose_rhs: bool = False, out_dtype: Any = ""
+    ) -> RaggedDotProblem:
+        """Returns the problem of ``lhs[rows, k]``, ``rhs[groups, k, n]`` and ``boundaries[groups + 1]``."""
+        check(lhs, boundaries, rhs.shape[0] if rhs.ndim else 0)
+        if rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if transpose_rhs else 1]:
+            raise ValueError(
+                f"lhs {lhs.shape} and rhs {rhs.shape} are not [rows, k] and [groups, k, n] ({transpose_rhs=})"
+            )
+        if lhs.dtype != rhs.dtype:
+            raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; one dtype is needed")
+        (rows, k), n = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+        out_dtype = out_dtype and str(jnp.dtype(out_dtype))
+        return cls(rows, rhs.shape[0], k, n, str(lhs.dtype), out_dtype, transpose_rhs=transpose_rhs)
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns `lhs`, `rhs` and the boundaries."""
+        dtype = jnp.dtype(self.dtype)
+        matrix = (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
+        return (
+            jax.ShapeDtypeStruct((self.rows, self.k), dtype),
+            jax.ShapeDtypeStruct((self.groups, *matrix), dtype),
+            self.boundaries,
+        )
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.n), jnp.dtype(self.out_dtype or self.dtype))
+
+    def reference(self, *args: jax.Array) -> jax.Array:
+        lhs, rhs, boundaries = args
+        return by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
+
+    def neighbour(self) -> RaggedDotProblem | None:
+        below = self.product.neighbour()
+        return None if below is None else dataclasses.replace(self, rows=below.m, n=below.n, k=below.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedRaggedDotProblem(GroupedProblem):
+    """``out[row] = activation(lhs[row] @ gate[g]) * (lhs[row] @ up[g])`` for the rows of each group g.
+
+    Rows of no group are zeros.
+
+    Attributes:
+      transpose_rhs: `gate` and `up` are stored ``[groups, n, k]``.
+      activation: a name in `epilogue.ACTIVATIONS`.
+    """
+
+    transpose_rhs: bool = False
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        self._require("activation", tuple(epilogue.ACTIVATIONS))
+        super().__post_init__()
+
+    @classmethod
+    def of(
+        cls,
+        lhs: Any,
+        gate: Any,
+        up: Any,
+        boundaries: Any,
+        *,
+        transpose_rhs: bool = False,
+        activation: str = "silu",
+        out_dtype: Any = "",
+    ) -> GatedRaggedDotProblem:
+        """Returns the problem of ``lhs[rows, k]``, `gate` and `up` ``[groups, k, n]``, and the boundaries."""
+        if gate.shape != up.shape or gate.dtype != up.dtype:
+            raise ValueError(f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape} are not alike")
+        one = RaggedDotProblem.of(lhs, gate, boundaries, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+        return cls(**vars(one), activation=activation)
+
+    @property
+    def one(self) -> RaggedDotProblem:
+        """The product of one of both factors."""
+        return RaggedDotProblem(
+            self.rows, self.groups, self.k, self.n, self.dtype, self.out_dtype, transpose_rhs=self.transpose_rhs
+        )
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns `lhs`, `gate`, `up` and the boundaries."""
+        lhs, rhs, boundaries = self.one.operands()
+        return lhs, rhs, rhs, boundaries
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return self.one.result()
+
+    def reference(self, *args: jax.Array) -> jax.Array:
+        lhs, gate, up, boundaries = args
+        gate, up = (self.one.reference(lhs, x, boundaries) for x in (gate, up))
+        return epilogue.apply(gate, activation=self.activation) * up
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Scales `lhs` so that both products are standard normal."""
+        lhs, *others = super().inputs(seed)
+        return lhs * jnp.asarray(self.k**-0.5, lhs.dtype), *others
+
+    @property
+    def flops(self) -> float:
+        return 2 * super().flops
+
+    def neighbour(self) -> GatedRaggedDotProblem | None:
+        below = self.one.neighbour()
+        return None if below is None else dataclasses.replace(self, rows=below.rows, n=below.n, k=below.k)
+
+    def tolerance(self) -> Tolerance:
+        """Returns the tolerance of a product of two factors that are standard normal, so at most 36."""
+        one = dataclasses.replace(self.product, activation=self.activation).tolerance()
+        return one.wider(12)
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        return (in_proportion(self.tolerance(), 1.0),)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedDotWeightsProblem(GroupedProblem):
+    """``out[g] = lhs[rows of g].T @ rhs[rows of g]``, the gradient of the matrices; zeros for an empty group.
+
+    Rows of no group, and of other groups, do not contribute, even if they are NaN or infinite.
+    """
+
+    @classmethod
+    def of(cls, lhs: Any, rhs: Any, boundaries: Any, *, out_dtype: Any = "") -> RaggedDotWeightsProblem:
+        """Returns the problem of ``lhs[rows, k]``, ``rhs[rows, n]`` and ``boundaries[groups + 1]``."""
+        check(lhs, boundaries, boundaries.shape[0] - 1 if boundaries.ndim else 0)
+        if rhs.ndim != 2 or lhs.shape[0] != rhs.shape[0]:
+            raise ValueError(f"lhs {lhs.shape} and rhs {rhs.shape} are not [rows, k] and [rows, n]")
+        if lhs.dtype != rhs.dtype:
+            raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; one dtype is needed")
+        (rows, k), n = lhs.shape, rhs.shape[1]
+        out_dtype = out_dtype and str(jnp.dtype(out_dtype))
+        return cls(rows, boundaries.shape[0] - 1, k, n, str(lhs.dtype), out_dtype)
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns `lhs`, `rhs` and the boundaries."""
+        dtype = jnp.dtype(self.dtype)
+        return (
+            jax.ShapeDtypeStruct((self.rows, self.k), dtype),
+            jax.ShapeDtypeStruct((self.rows, self.n), dtype),
+            self.boundaries,
+        )
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.groups, self.k, self.n), jnp.dtype(self.out_dtype or self.dtype))
+
+    @property
+    def _summed(self) -> int:
+        return self.rows
+
+    def reference(self, *args: jax.Array) -> jax.Array:
+        """Adds blocks of rows of one group each, in float32."""
+        lhs, rhs, boundaries = args
+        rows, valid, group = blocks(boundaries, self.rows)
+
+        def step(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+            rows, valid, group = block
+            parts = [jnp.where(valid[:, None], x[rows], 0).astype(jnp.float32) for x in (lhs, rhs)]
+            product = jnp.dot(parts[0].T, parts[1], precision=lax.Precision.HIGHEST)
+            return total.at[group].add(product, mode="drop"), None
+
+        total, _ = lax.scan(step, jnp.zeros(self.result().shape, jnp.float32), (rows, valid, group))
+        return total
+
+    def neighbour(self) -> RaggedDotWeightsProblem | None:
+        below = self.product.neighbour()
+        return None if below is None else dataclasses.replace(self, rows=below.m, n=below.n, k=below.k)
+
+
+def check(lhs: Any, boundaries: Any, groups: int) -> None:
+    """Raises a ValueError if `lhs` is no matrix, or `boundaries` are not ``int32[groups + 1]``."""
+    if lhs.ndim != 2:
+        raise ValueError(f"lhs has shape {lhs.shape}, not [rows, k]")
+    if boundaries.shape != (groups + 1,) or boundaries.dtype != jnp.int32:
+        raise ValueError(f"boundaries are int32[{groups + 1}], not {boundaries.dtype}{list(boundaries.shape)}")
+
+
+# ------------------------------------------------------------------------------
+# The reference: blocks of rows, each of a single group.
+
+
+def blocks(boundaries: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits the rows of each group into blocks: the rows of each block, which of them count, and its group.
+
+    The number of blocks is that for any boundaries; superfluous blocks have no rows, and the number of groups as group.
+    """
+    groups = boundaries.shape[0] - 1
+    counts = (jnp.diff(boundaries) + BLOCK - 1) // BLOCK
+    ends = jnp.cumsum(counts)
+    block = jnp.arange(cdiv(rows, BLOCK) + groups)
+    group = jnp.searchsorted(ends, block, side="right")
+    inside = jnp.minimum(group, groups - 1)
+    first = boundaries[inside] + (block - (ends - counts)[inside]) * BLOCK
+    each = first[:, None] + jnp.arange(BLOCK)
+    valid = (each < boundaries[inside + 1][:, None]) & (group < groups)[:, None]
+    return jnp.where(valid, each, rows - 1), valid, group
+
+
+def by_blocks(lhs: jax.Array, product: Any, boundaries: jax.Array, n: int) -> jax.Array:
+    """Computes ``product(rows of a block, group)`` in float32 for all blocks; rows of no group are zeros."""
+    rows, valid, group = blocks(boundaries, lhs.shape[0])
+
+    def step(out: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        rows, valid, group = block
+        found = product(lhs[rows], group)
+        return out.at[jnp.where(valid, rows, lhs.shape[0])].set(found, mode="drop"), None
+
+    out, _ = lax.scan(step, jnp.zeros((lhs.shape[0], n), jnp.float32), (rows, valid, group))
+    return out
+
+
+def _product_of_block(rhs: jax.Array, transpose_rhs: bool, lhs: jax.Array, group: jax.Array) -> jax.Array:
+    matrix = rhs[jnp.minimum(group, rhs.shape[0] - 1)].astype(jnp.float32)
+    matrix = matrix.T if transpose_rhs else matrix
+    return jnp.dot(lhs.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST)
+
+
+__all__: Sequence[str] = ("GatedRaggedDotProblem", "GroupedProblem", "RaggedDotProblem", "RaggedDotWeightsProblem")
