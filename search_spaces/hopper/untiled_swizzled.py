@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -118,42 +119,62 @@ def store(tile: Any, value: jax.Array, swizzle: int, *, transposed: bool) -> Non
     store_tile(tile, value)
 
 
-def store_to_gmem(
-    c: Any, row: Any, column: Any, tile: Any, value: jax.Array, swizzle: int, *, transposed: bool
-) -> None:
-    """Stores to `tile`, and from there to ``c[row:, column:]`` in device memory, whose rows TMA cannot address.
+def copy_to_gmem(c: Any, row: Any, column: Any, end: Any, tile: Any, swizzle: int) -> None:
+    """Copies `tile` by ordinary stores to the rows of ``c[row:end, column:]`` in device memory.
 
-    The rows start at any address. Consecutive threads therefore write consecutive elements. 16-bit elements are written
-    in pairs at multiples of 4 bytes; an odd row starts and ends with a single element. Call `plgpu.commit_smem` before
-    the tile is used again.
+    It serves arrays whose rows TMA cannot address, and tiles that end at any row. Consecutive threads write consecutive
+    elements. 16-bit elements are written in pairs at multiples of 4 bytes; an odd row starts and ends with a single
+    element. Call `plgpu.commit_smem` before it, and before the tile is used again.
     """
     boxes, rows, width = tile.shape
 
-    def meaning(c: Any, row: Any, column: Any, tile: Any, value: jax.Array) -> None:
-        tile[...] = _boxes(value.T if transposed else value, width)
-        plgpu.commit_smem()
-        for box in range(boxes):
-            plgpu.copy_smem_to_gmem(tile.at[box], c.at[pl.ds(row, rows), pl.ds(column + box * width, width)])
+    def meaning(c: Any, row: Any, column: Any, end: Any, tile: Any) -> None:
+        def copy(number: Any, _: None) -> None:
+            for box in range(boxes):
+                place = pl.ds(row + number, 1), pl.ds(column + box * width, width)
+                plgpu.copy_smem_to_gmem(tile.at[box, pl.ds(number, 1)], c.at[place])
+
+        lax.fori_loop(0, lax.clamp(0, end - row, rows), copy, None)
         plgpu.wait_smem_to_gmem(0)
+
+    splat = plgpu.Layout.WG_SPLAT
 
     @mosaic_gpu_code(
         meaning,
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.Layout.WG_SPLAT,
-            plgpu.Layout.WG_SPLAT,
-            plgpu.RefType((plgpu.SwizzleTransform(swizzle),)),
-            _layout(transposed),
-        ),
+        arg_types=(plgpu.RefType(), splat, splat, splat, plgpu.RefType((plgpu.SwizzleTransform(swizzle),))),
     )
-    def store_rows(_: Any, c: Any, row: Any, column: Any, tile: Any, value: Any) -> None:
-        _store(tile, value, swizzle, transposed)
-        mgpu.warpgroup_barrier()
-        row, column = _number(row.registers.item()), _number(column.registers.item())
-        _copy_rows(tile, (boxes, rows, width), swizzle, itemsize, c, (m, n), row, column)
+    def copy_rows(_: Any, c: Any, row: Any, column: Any, end: Any, tile: Any) -> None:
+        row, column, end = (_number(x.registers.item()) for x in (row, column, end))
+        _copy_rows(tile, (boxes, rows, width), swizzle, itemsize, c, (end, n), row, column)
 
-    (m, n), itemsize = c.shape, value.dtype.itemsize
-    store_rows(c, row, column, tile, value)
+    n, itemsize = c.shape[1], tile.dtype.itemsize
+    copy_rows(c, row, column, jnp.int32(end), tile)
+
+
+def clear_rows(tile: Any, first: Any, swizzle: int) -> None:
+    """Sets the rows from `first` on of a tile in shared memory to zero. Call `plgpu.commit_smem` after it.
+
+    A swizzle permutes elements within a row only, so a row is a run of bytes.
+    """
+    boxes, rows, _ = tile.shape
+
+    def meaning(tile: Any, first: Any) -> None:
+        number = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
+        tile[...] = jnp.where(number < first, tile[...], jnp.zeros((), tile.dtype))
+
+    @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType((plgpu.SwizzleTransform(swizzle),)), plgpu.Layout.WG_SPLAT))
+    def clear(_: Any, tile: Any, first: Any) -> None:
+        runs = swizzle // ACCESS_BYTES  # accesses of a row
+        thread, first = _number(mgpu.thread_idx()) % WARPGROUP, _number(first.registers.item())
+        start = _number(llvm.ptrtoint(_bits(32), mgpu.utils.memref_ptr(tile))) + thread * ACCESS_BYTES
+        for number in range(0, rows * runs, WARPGROUP):
+            inside = (thread + number) // runs >= first
+            if (rows * runs) % WARPGROUP:
+                inside = inside & (thread + number < rows * runs)
+            for box in range(boxes):
+                _clear_if(start + (box * rows * runs + number) * ACCESS_BYTES, inside)
+
+    clear(tile, first)
 
 
 def _copy_rows(
@@ -162,11 +183,14 @@ def _copy_rows(
     swizzle: int,
     itemsize: int,
     c: Any,
-    extents: tuple[int, int],
+    extents: tuple[Any, int],
     row: Any,
     column: Any,
 ) -> None:
-    """Copies the tile ``[boxes, rows, width]`` from shared memory to ``c[row:, column:]``, of these `extents`."""
+    """Copies the tile ``[boxes, rows, width]`` from shared memory to ``c[row:, column:]``, of these `extents`.
+
+    Numbers are unsigned, so an end before `row` must not occur.
+    """
     boxes, rows, width = shape
     m, n = extents
     columns = boxes * width
@@ -249,6 +273,18 @@ def _permute(word: Any, next_word: Any, selector: Any) -> Any:
     """Selects 4 of the 8 bytes of two words by index (PTX ISA, prmt)."""
     operands = [x.registers.item() for x in (word, next_word, selector)]
     return _number(llvm.inline_asm(_bits(32), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+
+def _clear_if(address: Any, condition: Any) -> None:
+    """Stores 16 zero bytes to shared memory under a condition, without a branch."""
+    operands = [x.registers.item() for x in (address, condition)]
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        operands,
+        "{ .reg .b32 zero; mov.b32 zero, 0; @$1 st.shared.v4.b32 [$0], {zero, zero, zero, zero}; }",
+        "r,b",
+        has_side_effects=True,
+    )
 
 
 def _store_if(address: Any, value: Any, condition: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +125,8 @@ class MatmulProblem(Problem):
     split_sizes: str = ""
 
     _dtype_fields = ("bias", "residual")
+    # Whether tiles start at any row of an array, as those of groups of rows do.
+    starts_at_any_row: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._spell_dtypes()
@@ -220,6 +222,11 @@ class MatmulProblem(Problem):
         """Names values that are given in the order of `operands`."""
         a, b, *rest = args
         return Operands(a, b, rest[0] if self.bias else None, rest[-1] if self.residual else None)
+
+    @property
+    def batched(self) -> tuple[bool, bool]:
+        """Whether `a` and `b` have a batch axis."""
+        return self.batch > 1, self.batch > 1
 
     @property
     def plain(self) -> MatmulProblem:

@@ -21,17 +21,18 @@ from search_spaces.space import Rule
 # CUTLASS calls it threadblock swizzle; Triton's tutorial calls it grouped ordering (`GROUP_SIZE_M`).
 
 
-def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
+def planar_snake(number: Any, grid: tuple[Any, Any], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
     """Returns the product, row and column of a tile by number, in groups of `width` tiles, every other one reversed.
 
-    This is the order of `plgpu.planar_snake`, which branches between whole groups and the last one. Here extents are
-    static, so a `min` is enough. The lowering of `plgpu.planar_snake` also differs between versions of JAX.
+    This is the order of `plgpu.planar_snake`, which branches between whole groups and the last one. Here a `min` is
+    enough, and extents may be known only at run time. The lowering of `plgpu.planar_snake` also differs between
+    versions of JAX.
     """
     rows, columns = grid
     minors, majors = grid if minor_dim == "m" else grid[::-1]
     product, number = lax.div(number, rows * columns), lax.rem(number, rows * columns)
     group, number = lax.div(number, width * majors), lax.rem(number, width * majors)
-    width_here = width if minors % width == 0 else lax.min(width, minors - group * width)
+    width_here = width if isinstance(minors, int) and minors % width == 0 else lax.min(width, minors - group * width)
     major, minor = lax.div(number, width_here), group * width + lax.rem(number, width_here)
     major = lax.select(lax.rem(group, 2) == 0, major, majors - 1 - major)
     return (product, minor, major) if minor_dim == "m" else (product, major, minor)

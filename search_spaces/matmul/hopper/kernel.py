@@ -60,8 +60,9 @@ from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
 from search_spaces.matmul.hopper.main_loop import Consumer, Cta, Operand, Scales, Scaling, main_loop, scaled_main_loop
 from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
-from search_spaces.matmul.hopper.schedule import Gate, HopperSchedule, Source, sources
+from search_spaces.matmul.hopper.schedule import Gate, HopperSchedule, sources
 from search_spaces.matmul.hopper.tile_scheduler import (
+    MakeScheduler,
     TailReduction,
     WorkTile,
     tail_reduction,
@@ -93,14 +94,13 @@ class EpilogueStores:
     plan: Plan
     results: tuple[Any, ...]
 
-    def by_threads(self, product: Any, row: Any, column: Any, smem: Any, value: jax.Array) -> None:
-        """Stores the subtile at `row` and `column` of a product by ordinary stores; `smem` is a stage for it."""
+    def by_threads(self, product: Any, row: Any, column: Any, end: Any, smem: Any) -> None:
+        """Stores the rows before `end` of the subtile at `row` and `column` from its stage by ordinary stores."""
 
-        def store(c: Any, column: Any) -> None:
-            swizzle, transposed = self.plan.out_tile.swizzle, self.plan.s.swap_ab
-            untiled_swizzled.store_to_gmem(c, row, column, smem, value, swizzle, transposed=transposed)
+        def send(c: Any, column: Any) -> None:
+            untiled_swizzled.copy_to_gmem(c, row, column, end, smem, self.plan.out_tile.swizzle)
 
-        self._where_it_lies(product, row, column, store)
+        self._where_it_lies(product, row, column, send)
         plgpu.commit_smem()
 
     def by_tma(self, product: Any, row: Any, column: Any, smem: Any) -> None:
@@ -168,31 +168,37 @@ CONSUMER_REGISTERS = 232
 
 
 def kernel(
-    problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None, scaling: Scaling | None = None
+    problem: MatmulProblem,
+    schedule: HopperSchedule,
+    gate: Gate | None = None,
+    scaling: Scaling | None = None,
+    scheduler: MakeScheduler | None = None,
 ) -> Callable[..., None]:
     """Builds the kernel, a function of arrays in device memory: operands, then results or the accumulators of splits.
 
-    With a `scaling`, the scales of `a` and of `b` follow the operands.
+    With a `scaling`, the scales of `a` and of `b` follow the operands. With a `scheduler`, an array follows that it
+    takes.
     """
     launch = plan(problem, schedule, gate)
-    p, s, types = launch.p, launch.s, scratch(launch)
+    s, types = launch.s, scratch(launch)
 
     def matmul(*arrays: Any) -> None:
         (a, weights, biases, residual), left = sources(problem, gate, arrays)
         scales, left = (Scales(scaling, *left[:2]), left[2:]) if scaling else (None, left)
+        of_scheduler, left = (left[:1], left[1:]) if scheduler else ([], left)
         results, beside = tuple(left[: len(problem.results())]), left[len(problem.results()) :]
-        rows, columns = (weights, (Source(a),)) if s.swap_ab else ((Source(a),), weights)
+        rows, columns = (weights, (a,)) if s.swap_ab else ((a,), weights)
         cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
         rank, warpgroup = lax.axis_index("cluster"), lax.axis_index("wg")
-        tiles = tile_scheduler(launch, cluster, clusters, rank)
+        tiles = (scheduler or tile_scheduler)(launch, cluster, clusters, rank, *of_scheduler)
         tail = tail_reduction(launch, beside, tiles, warpgroup)
 
         def with_scratch(*refs: Any) -> None:
             others = dict(zip(types, refs, strict=True))
             cta = Cta(
                 plan=launch,
-                a=Operand(rows, p.batch > 1, launch.a_tile, others.pop("a_smem"), s.cluster == "n"),
-                b=Operand(columns, p.batch > 1, launch.b_tile, others.pop("b_smem"), s.cluster == "m"),
+                a=Operand(rows, launch.a_tile, others.pop("a_smem"), s.cluster == "n"),
+                b=Operand(columns, launch.b_tile, others.pop("b_smem"), s.cluster == "m"),
                 pipeline=Pipeline(s.stages, launch.groups, others.pop("full"), others.pop("empty")),
                 biases=biases,
                 residual=residual,
@@ -237,24 +243,25 @@ def produce(cta: Cta) -> None:
     """Runs the producer: one of its warps loads the operands of all steps of all tiles."""
     p, s, pipeline = cta.plan.p, cta.plan.s, cta.pipeline
 
-    def load_tile(number: Any, _: None) -> None:
-        work = cta.tiles.work_tile(number)
+    def load_tile(number: Any, start: Any) -> Any:
+        work = cta.tiles.work_tile(number, start)
         row, column = work.row, work.column
 
         def load_step(k_step: Any, _: None) -> None:
             step = work.start + k_step
             stage = pipeline.stage(step)
             full = pipeline.full_barrier(number, stage)
-            k = (work.first_step + k_step) * s.tile_k
+            k = work.first_k + k_step * s.tile_k
             pipeline.producer_acquire(step, stage)
             cta.a.load(work.batch, (k, row) if p.transpose_a else (row, k), stage, full)
             cta.b.load(work.batch, (column, k) if p.transpose_b else (k, column), stage, full)
 
         lax.fori_loop(0, work.steps, load_step, None)
+        return cta.tiles.steps_before(number + 1, number, start)
 
     def load_all() -> None:
-        lax.fori_loop(0, cta.tiles.count, load_tile, None)
-        pipeline.producer_tail(cta.tiles.steps)
+        steps = lax.fori_loop(0, cta.tiles.count, load_tile, jnp.int32(0))
+        pipeline.producer_tail(steps)
 
     by_one_warp(load_all)
 
@@ -279,8 +286,8 @@ def consume(cta: Cta) -> None:
     waits = cta.scales is not None and cta.scales.scaling.by_steps
     turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" and not waits else None
 
-    def compute(number: Any, _: None) -> None:
-        work = cta.tiles.work_tile(number)
+    def compute(number: Any, start: Any) -> Any:
+        work = cta.tiles.work_tile(number, start)
         finishes = pl.when(jnp.logical_not(work.leaves)) if cta.tail else _always
         if launch.problem.fused:
             finishes(lambda: prefetch(consumer, work))
@@ -298,16 +305,19 @@ def consume(cta: Cta) -> None:
         else:  # The reduction kernel multiplies the factors.
             for factor, acc in enumerate(accs):
                 finish(consumer, work, (acc,), factor)
+        return cta.tiles.steps_before(number + launch.groups, number, start)
 
     if turns is not None:
         turns.start(cta.warpgroup)
     if (groups := launch.groups) > 1:
         own = lax.div(cta.tiles.count - 1 - cta.warpgroup + groups, groups)
-        lax.fori_loop(0, own, lambda number, _: compute(number * groups + cta.warpgroup, None), None)
+        first = cta.tiles.steps_before(cta.warpgroup)
+        lax.fori_loop(0, own, lambda number, start: compute(number * groups + cta.warpgroup, start), first)
     else:
-        lax.fori_loop(0, cta.tiles.count, compute, None)
+        lax.fori_loop(0, cta.tiles.count, compute, jnp.int32(0))
     if turns is not None:
         turns.end(cta.warpgroup, cta.tiles.count)
+    cta.tiles.zero_tiles(functools.partial(finish_zeros, consumer))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -354,21 +364,41 @@ def finish(consumer: Consumer, work: WorkTile, accs: tuple[jax.Array, ...], fact
             values = [loads.apply(value, stage, columns) for loads, value in zip(consumer.loads, values, strict=True)]
             values = [math.prod(values[1:], start=values[0]).astype(out_dtype)]
         (value,) = values
-        store(cta, product, consumer.corner(work, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
+        store(cta, product, consumer.corner(work, m, n), work.end_row, cta.out_smem.at[cta.warpgroup, stage], value)
         if fused and count + stages < len(subtiles):
             consumer.fetch_residual(count + stages, work)
 
 
-def store(cta: Cta, product: Any, corner: tuple[Any, Any], smem: Any, value: jax.Array) -> None:
-    """Stores a subtile of a product's results through its stage in shared memory."""
+def finish_zeros(consumer: Consumer, work: WorkTile) -> None:
+    """Stores zeros to a tile, or to the consumer's part of it."""
+    t = consumer.cta.plan.t
+    layout = plgpu.Layout.WGMMA
+    zeros = plgpu.layout_cast(jnp.zeros((t.wg_m, t.wg_n), consumer.cta.plan.p.acc_dtype), layout)
+    finish(consumer, work, (zeros,) * len(consumer.cta.plan.factors))
+
+
+def store(cta: Cta, product: Any, corner: tuple[Any, Any], end: Any, smem: Any, value: jax.Array) -> None:
+    """Stores the rows before `end` of a subtile of a product's results through its stage in shared memory.
+
+    With None, the subtile ends with the array.
+    """
     launch = cta.plan
     stores = EpilogueStores(launch, cta.results)
-    if launch.tiling.stored_by_threads:
-        stores.by_threads(product, *corner, smem, value)
-        return
     launch.out_tile.store(smem, value, transposed=launch.s.swap_ab)
     plgpu.commit_smem()
-    stores.by_tma(product, *corner, smem)
+    if launch.tiling.stored_by_threads:
+        stores.by_threads(product, *corner, launch.problem.m if end is None else lax.max(end, corner[0]), smem)
+        return
+    if end is None:
+        stores.by_tma(product, *corner, smem)
+        return
+    whole = corner[0] + launch.out_tile.rows <= end
+    pl.when(whole)(lambda: stores.by_tma(product, *corner, smem))
+
+    @pl.when(jnp.logical_not(whole))
+    def store_part() -> None:
+        stores.by_threads(product, *corner, lax.max(end, corner[0]), smem)
+        plgpu.commit_smem_to_gmem_group()  # stages are counted in groups
 
 
 def _always(do: Callable[[], None]) -> None:
@@ -388,6 +418,8 @@ def launched(
     posed: Problem,
     gate: Gate | None = None,
     scaling: Scaling | None = None,
+    scheduler: MakeScheduler | None = None,
+    most_tiles: int | None = None,
 ) -> list[jax.Array]:
     """Runs the launch and returns the results ``[..., m, n]``.
 
@@ -395,7 +427,10 @@ def launched(
 
     Args:
       problem: the matmul that this launch computes: with split-K, that of `posed` without its epilogue.
-      operands: in their device memory layout; with a `scaling`, followed by the scales of `a` and of `b`.
+      operands: in their device memory layout; with a `scaling`, followed by the scales of `a` and of `b`; with a
+        `scheduler`, by the array that it takes.
+      scheduler: creates the scheduler of a CTA; by default `tile_scheduler`.
+      most_tiles: bound of the work tiles of all clusters; by default their number in the tiling.
 
     Raises:
       ValueError: two CTAs share each tile along k, and there are more tiles than clusters; or the last wave is split,
@@ -404,7 +439,7 @@ def launched(
     launch = plan(problem, schedule, gate)
     t, reduction = launch.tiling, launch.reduction
     ctas = t.cluster_m * t.cluster_n * t.cluster_k
-    clusters = max(1, min(target.cores // ctas, t.tiles))
+    clusters = max(1, min(target.cores // ctas, t.tiles if most_tiles is None else most_tiles))
     if reduction and clusters < t.tiles:
         raise ValueError(
             f"{schedule} shares a tile along k between two CTAs, for which {posed} has too many on {target}"
@@ -421,7 +456,7 @@ def launched(
     lead = (launch.outputs,) if launch.outputs > 1 else ()
     mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
     run = plgpu.kernel(
-        kernel(problem, schedule, gate, scaling),
+        kernel(problem, schedule, gate, scaling, scheduler),
         out_type=(
             *(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents),
             *mailboxes,

@@ -30,14 +30,12 @@ class Operand:
 
     Attributes:
       sources: in device memory: one, or one for each factor (schedule.py).
-      batched: whether the sources have a batch axis.
       tile: the layout of one stage of a source.
       smem: the stages in shared memory; the tiles of one step are adjacent.
       multicast: whether the CTAs of a cluster load halves of each stage for each other.
     """
 
     sources: tuple[Source, ...]
-    batched: bool
     tile: SmemTile
     smem: Any
     multicast: bool
@@ -48,11 +46,15 @@ class Operand:
             slot = self._slot(stage, factor)
             for index, box in self.tile.boxes(*source.at(*corner)):
                 plgpu.copy_gmem_to_smem(
-                    source.array.at[(batch, *box) if self.batched else box],
+                    source.array.at[(batch, *box) if source.batched else box],
                     self.smem.at[slot, *index],
                     full,
                     collective_axes="cluster" if self.multicast else None,
                 )
+
+    def clear(self, part: Any, first: Any) -> None:
+        """Sets the rows from `first` on of a part, in the untiled layout, to zero."""
+        untiled_swizzled.clear_rows(part, first, self.tile.swizzle)
 
     def part(self, factor: int, stage: Any, rows: Any, columns: Any) -> Any:
         """Returns some rows or columns of a stage of one factor; all factors share a single source."""
@@ -230,8 +232,13 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
     def stage_of(k_step: Any) -> Any:
         return pipeline.stage(work.start + k_step)
 
-    def start(stage: Any, references: Any, values: Any) -> Any:
-        """Accumulates the next step in place into `references`, or into `values`, and returns the new `values`."""
+    def start(k_step: Any, references: Any, values: Any, *, ends: bool = False) -> Any:
+        """Accumulates a step in place into `references`, or into `values`, and returns the new `values`.
+
+        If the work tile `ends` in this step, elements of k from there on are set to zero in shared memory. Each
+        consumer does so in all that it reads: cooperative consumers both write the same zeros to what both read.
+        """
+        stage = stage_of(k_step)
         parts = [
             (
                 cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
@@ -240,6 +247,12 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
             for factor in range(count)
         ]
         pipeline.consumer_wait(work.number, stage)
+        if ends:
+            left = lax.clamp(0, work.end_k - work.first_k - k_step * s.tile_k, s.tile_k)
+            for a, b in parts:
+                cta.a.clear(a, left)
+                cta.b.clear(b, left)
+            plgpu.commit_smem()
         for acc, (a, b) in zip(references, parts, strict=not untiled):
             plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
         transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
@@ -256,13 +269,13 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
     def steps(*references: Any, values: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
         # The last wgmma of a turn still runs after the turn ends: the next consumer zeros its accumulators and passes a
         # barrier meanwhile.
-        in_turns = turns is not None
+        in_turns, ends = turns is not None, work.end_k is not None
         ahead = delay + in_turns
 
-        def step(k_step: Any, values: Any) -> Any:
+        def step(k_step: Any, values: Any, *, ends: bool = False) -> Any:
             if in_turns:
                 release(stage_of(k_step - ahead), delay)
-            values = start(stage_of(k_step), references, values)
+            values = start(k_step, references, values, ends=ends)
             if not in_turns:
                 release(stage_of(k_step - ahead), delay)
             return values
@@ -270,8 +283,10 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
         if turns is not None:
             turns.take()
         for k_step in range(ahead):
-            values = start(stage_of(k_step), references, values)
-        values = lax.fori_loop(ahead, work.steps, step, values)
+            values = start(k_step, references, values, ends=ends)
+        values = lax.fori_loop(ahead, work.steps - ends, step, values)
+        if ends:
+            values = step(work.steps - 1, values, ends=True)
         if turns is not None:
             turns.give()
         for pending in range(ahead - 1, -1, -1):
@@ -319,7 +334,8 @@ def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = N
         return product
 
     def ask(k_step: Any) -> tuple[jax.Array, ...]:
-        return tuple(scales.of_step(row, t.wg_m, column, work.first_step + lax.min(k_step, work.steps - 1)))
+        first = lax.div(work.first_k, cta.plan.s.tile_k)
+        return tuple(scales.of_step(row, t.wg_m, column, first + lax.min(k_step, work.steps - 1)))
 
     def step(k_step: Any, carried: Any) -> Any:
         total, factors = carried

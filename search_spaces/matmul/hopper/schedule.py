@@ -106,10 +106,17 @@ class Gate:
 
 
 class Source(NamedTuple):
-    """An array in device memory, and the offset of an operand within it along each of its last axes."""
+    """An operand in device memory.
+
+    Attributes:
+      array: the array that contains it.
+      first: its offset within the array along each of its last axes; () is no offset.
+      batched: whether the array has a batch axis.
+    """
 
     array: Any
     first: tuple[int, ...] = ()
+    batched: bool = False
 
     def at(self, *corner: Any) -> tuple[Any, ...]:
         """Converts coordinates within the operand to coordinates of the array."""
@@ -119,7 +126,7 @@ class Source(NamedTuple):
 class Sources(NamedTuple):
     """The operands of a launch, with one `b` and one bias per factor; `bias` is empty and `residual` None if absent."""
 
-    a: Any
+    a: Source
     b: tuple[Source, ...]
     bias: tuple[Source, ...]
     residual: Any
@@ -133,14 +140,17 @@ def factors(problem: MatmulProblem, gate: Gate | None) -> tuple[MatmulProblem, .
 def sources(problem: MatmulProblem, gate: Gate | None, arrays: Sequence[Any]) -> tuple[Sources, list[Any]]:
     """Returns a launch's operands, and the arrays that follow them."""
     count = len(problem.operands())
+    a_batched, b_batched = problem.batched
     if gate is None:
         a, b, bias, residual = problem.named(arrays[:count])
         biases: tuple[Source, ...] = () if bias is None else (Source(bias),)
-        return Sources(a, (Source(b),), biases, residual), list(arrays[count:])
+        weights: tuple[Source, ...] = (Source(b, batched=b_batched),)
+        return Sources(Source(a, batched=a_batched), weights, biases, residual), list(arrays[count:])
     a, *left = arrays
-    n = problem.n
+    a, n = Source(a, batched=a_batched), problem.n
     along = (n, 0) if problem.transpose_b else (0, n)
-    weights = (Source(left[0]), Source(left[0], along)) if gate.joined else (Source(left[0]), Source(left[1]))
+    others = (left[0], left[0]) if gate.joined else (left[0], left[1])
+    weights = Source(others[0], (), b_batched), Source(others[1], along if gate.joined else (), b_batched)
     left = left[1 if gate.joined else 2 :]
     if not problem.bias:
         return Sources(a, weights, (), None), left
@@ -274,6 +284,8 @@ def operand_extents(p: MatmulProblem) -> tuple[tuple[int, int], tuple[int, int]]
 
 def untiled(p: MatmulProblem) -> bool:
     """Returns whether an operand or the result needs the untiled swizzled layout; all of them then use it."""
+    if p.starts_at_any_row:
+        return True
     itemsize, (a, b) = jnp.dtype(p.dtype).itemsize, operand_extents(p)
     c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.whole.dtype, p.residual) if dtype]
     sizes = ((a, itemsize), (b, itemsize), *(((p.m, p.n), size) for size in c_sizes))

@@ -161,6 +161,7 @@ LONG_PIPELINE = 6
 # Columns of the narrowest epilogue subtile, except for tiles that leave SMs idle. Results of a split start at multiples
 # of this.
 LEAST_STEP = 32
+SWAP_AB_RULE = "swap_ab is for all of m at once, or for tiles that quantize into even waves"
 SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -255,7 +256,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         },
         rules={
             "each consumer multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % WGMMA_ROWS == 0),
-            "swap_ab is for all of m at once, or for tiles that quantize into even waves": lambda s: np.where(
+            SWAP_AB_RULE: lambda s: np.where(
                 s.swap_ab, (s.tile_m == whole_m) | (not few_rows), s.tile_m % WGMMA_ROWS == 0
             ),
             "with swap_ab consumers cooperate along n, or with many rows along m or in ordered ping-pong": lambda s: (

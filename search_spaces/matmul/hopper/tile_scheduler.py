@@ -13,6 +13,7 @@ implemented and was slower. Its CTAs are at C different positions of k, whereas 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,9 +40,11 @@ class WorkTile:
       product: index of the product in the launch: an element of the batch, or of a split of k.
       batch: index in the batch of the operands.
       row, column: the first row and column of the result, as wgmma sees it.
-      first_step: the first step of k.
+      first_k: the first element of k.
       steps: number of steps of k.
       start: number of steps of the CTA's pipeline before this tile.
+      end_row: rows of the result from this one on belong to another tile; None if the tile ends with the array.
+      end_k: elements of k from this one on belong to another tile, and count as zeros; None likewise.
       leaves: whether this is a part that another CTA adds; False if tiles are whole.
       adds: whether this is the last part, with which the CTA finishes the tile; False if tiles are whole.
     """
@@ -51,9 +54,11 @@ class WorkTile:
     batch: Any
     row: Any
     column: Any
-    first_step: Any
+    first_k: Any
     steps: Any
     start: Any
+    end_row: Any = None
+    end_k: Any = None
     leaves: Any = False
     adds: Any = False
 
@@ -78,14 +83,16 @@ class TileScheduler:
         """Number of work tiles of this CTA."""
         return lax.div(self.plan.t.tiles - 1 - self.cluster + self.clusters, self.clusters)
 
-    @property
-    def steps(self) -> Any:
-        """Number of steps of all work tiles."""
-        return self.count * self.plan.t.steps
+    def steps_before(self, number: Any, first: Any = 0, before: Any = 0) -> Any:
+        """Returns the steps of the CTA's pipeline before a work tile, given those `before` work tile `first`.
 
-    def work_tile(self, number: Any) -> WorkTile:
-        steps = self.plan.t.steps
-        return self._of_tile(self.cluster + number * self.clusters, number, 0, steps, number * steps)
+        The number of work tiles stands for the end of all work.
+        """
+        return number * self.plan.t.steps
+
+    def work_tile(self, number: Any, start: Any) -> WorkTile:
+        """Returns a work tile of the CTA, by number; `start` are the steps of the pipeline before it."""
+        return self._of_tile(self.cluster + number * self.clusters, number, 0, self.plan.t.steps, start)
 
     def _of_tile(self, tile: Any, number: Any, first_step: Any, steps: Any, start: Any, **shared: Any) -> WorkTile:
         """Returns the work tile for a tile of the launch, by its index in launch order."""
@@ -99,7 +106,10 @@ class TileScheduler:
         if s.cluster == "split_k":
             first_step = self.rank * t.steps
         place = (product, batch, row * s.tile_m, column * s.tile_n)
-        return WorkTile(number, *place, first_step, steps, start, **shared)
+        return WorkTile(number, *place, first_step * s.tile_k, steps, start, **shared)
+
+    def zero_tiles(self, store: Callable[[WorkTile], None]) -> None:
+        """Calls `store` with each tile of zeros that the CTA writes after its work tiles; by default there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +145,11 @@ class SplitTailScheduler(TileScheduler):
     def count(self) -> Any:
         return self._waves + self._has_part.astype(jnp.int32)
 
-    @property
-    def steps(self) -> Any:
-        return self._waves * self.plan.t.steps + jnp.where(self._has_part, self._steps_of_part, 0)
+    def steps_before(self, number: Any, first: Any = 0, before: Any = 0) -> Any:
+        steps = self.plan.t.steps
+        return number * steps - jnp.where(number > self._waves, steps - self._steps_of_part, 0)
 
-    def work_tile(self, number: Any) -> WorkTile:
+    def work_tile(self, number: Any, start: Any) -> WorkTile:
         steps, last = self.plan.t.steps, number == self._waves
         part, first_step = self._part
         tile = number * self.clusters + jnp.where(last, lax.rem(self.cluster, self.tail), self.cluster)
@@ -149,10 +159,14 @@ class SplitTailScheduler(TileScheduler):
             number,
             jnp.where(last, first_step, 0),
             jnp.where(last, self._steps_of_part, steps),
-            number * steps,
+            start,
             leaves=last & (part < last_part),
             adds=last & (part == last_part),
         )
+
+
+# Creates the scheduler of a CTA from the plan, its cluster, the number of clusters, its rank, and further operands.
+MakeScheduler = Callable[..., TileScheduler]
 
 
 def tile_scheduler(plan: Plan, cluster: Any, clusters: int, rank: Any) -> TileScheduler:
