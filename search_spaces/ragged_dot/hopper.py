@@ -241,7 +241,6 @@ def rows_footprint(p: RaggedDotProblem | GatedRaggedDotProblem, s: Columns) -> F
     product = _of_rows(p)
     one, t = of_product(product, s), Tiling(product, s)
     sizes = [np.diff(each) for each in p.draws()]
-    touched = float(np.mean([np.count_nonzero(each) for each in sizes]))
     unit = s.tile_m * t.cluster_m
     row_tiles = np.mean([cdiv(each[:, None], unit).sum(0) for each in sizes], axis=0) * t.cluster_m
     share = t.grid_m * t.cluster_m / row_tiles
@@ -249,7 +248,7 @@ def rows_footprint(p: RaggedDotProblem | GatedRaggedDotProblem, s: Columns) -> F
     a = dataclasses.replace(a, bytes=a.bytes * share)
     return dataclasses.replace(
         one,
-        grid=(touched, row_tiles / touched, t.grid_n * t.cluster_n),
+        grid=(p.touched, row_tiles / p.touched, t.grid_n * t.cluster_n),
         step=dataclasses.replace(one.step, loads=(a, b)),
         tile=dataclasses.replace(one.tile, bytes_written=one.tile.bytes_written * share),
     )

@@ -20,7 +20,7 @@ from jax import lax
 from search_spaces import checking
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
-from search_spaces.problem import Problem, Tolerance
+from search_spaces.problem import Problem, Tolerance, nbytes
 from search_spaces.space import cdiv
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -105,6 +105,11 @@ class GroupedProblem(Problem):
         return tuple(boundaries_of(group_sizes(each, self.rows, self.groups)) for each in DISTRIBUTIONS)
 
     @property
+    def touched(self) -> float:
+        """Returns the mean number of groups with rows, over `draws`."""
+        return float(np.mean([np.count_nonzero(np.diff(each)) for each in self.draws()]))
+
+    @property
     def flops(self) -> float:
         return 2.0 * self.rows * self.k * self.n
 
@@ -175,6 +180,12 @@ class RaggedDotProblem(GroupedProblem):
     def result(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
+    @property
+    def bytes_moved(self) -> float:
+        """Counts the matrices of groups with rows only."""
+        lhs, rhs, boundaries = map(nbytes, self.operands())
+        return lhs + rhs * self.touched / self.groups + boundaries + float(nbytes(self.result()))
+
     def reference(self, *args: jax.Array) -> jax.Array:
         lhs, rhs, boundaries = args
         return by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
@@ -244,6 +255,10 @@ class GatedRaggedDotProblem(GroupedProblem):
         """Scales `lhs` so that both products are standard normal."""
         lhs, *others = super().inputs(seed)
         return lhs * jnp.asarray(self.k**-0.5, lhs.dtype), *others
+
+    @property
+    def bytes_moved(self) -> float:
+        return self.one.bytes_moved + nbytes(self.operands()[1]) * self.touched / self.groups
 
     @property
     def flops(self) -> float:
