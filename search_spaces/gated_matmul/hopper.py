@@ -63,12 +63,28 @@ def half_extents(p: GatedMatmulProblem) -> tuple[int, int]:
 
 def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
     """Returns the footprint; both factors multiply the same stages of `x`, each by stages of its own weights."""
-    gate = p.gate
-    one, t = of_product(gate, s), Tiling(gate, s)
+    t = Tiling(p.gate, s)
+    both = of_two_factors(of_product(p.gate, s), s, t, jnp.dtype(p.dtype).itemsize)
+    names = ("bias", "up bias")
+    biases = tuple(dataclasses.replace(load, name=name) for load in both.tile.loads for name in names)
+    copied, launches = _copies(p, s, t)
+    return dataclasses.replace(
+        both,
+        tile=dataclasses.replace(both.tile, loads=biases),
+        onchip_bytes=both.onchip_bytes + _bias_bytes(p, s, t),
+        copied_bytes=copied,
+        launches=launches,
+    )
+
+
+def of_two_factors(one: Footprint, s: Columns, t: Tiling, itemsize: int) -> Footprint:
+    """Returns the footprint of a launch with two factors from that of one; biases and copies are those of one."""
     x, weights = one.step.loads
     registers = one.registers + t.wg_m * t.wg_n // WARPGROUP
     whole = s.split_k == 1
-    copied, launches = _copies(p, s, t)
+    # The weights of both factors share one array.
+    stage = s.stages * s.tile_k * s.tile_n * itemsize
+    more = round_up(2 * stage, SMEM_ALIGNMENT) - round_up(stage, SMEM_ALIGNMENT)
     return dataclasses.replace(
         one,
         step=dataclasses.replace(
@@ -84,30 +100,23 @@ def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
         ),
         tile=dataclasses.replace(
             one.tile,
-            loads=tuple(
-                dataclasses.replace(load, name=name) for load in one.tile.loads for name in ("bias", "up bias")
-            ),
             fp32_ops=one.tile.fp32_ops + whole * s.tile_m * s.tile_n / t.cluster_k,
             bytes_written=one.tile.bytes_written * np.where(whole, 1, 2),
         ),
-        onchip_bytes=one.onchip_bytes + _onchip_bytes(p, s, t),
+        onchip_bytes=one.onchip_bytes + more,
         accumulators=2 * one.accumulators,
         registers=registers,
         registers_per_block=registers_per_block(t, registers),
         dsmem_bytes=2 * one.dsmem_bytes,
-        copied_bytes=copied,
-        launches=launches,
     )
 
 
-def _onchip_bytes(p: GatedMatmulProblem, s: Columns, t: Tiling) -> Any:
-    """Returns the shared memory of the second factor; its weights share one array with those of the first."""
-    stage = s.stages * s.tile_k * s.tile_n * jnp.dtype(p.dtype).itemsize
-    more = round_up(2 * stage, SMEM_ALIGNMENT) - round_up(stage, SMEM_ALIGNMENT)
+def _bias_bytes(p: GatedMatmulProblem, s: Columns, t: Tiling) -> Any:
+    """Returns the shared memory of the second factor's bias."""
     if not p.bias:
-        return more
+        return 0
     bias = round_up(t.consumers * t.bias_width * jnp.dtype(p.bias).itemsize, SMEM_ALIGNMENT)
-    return more + (s.split_k == 1) * (bias + t.consumers * BARRIER_BYTES)
+    return (s.split_k == 1) * (bias + t.consumers * BARRIER_BYTES)
 
 
 def _copies(p: GatedMatmulProblem, s: Columns, t: Tiling) -> tuple[Any, Any]:
@@ -182,4 +191,4 @@ def _reduce(p: GatedMatmulProblem, s: HopperSchedule, splits: jax.Array, args: A
     return p.gated([added(factor) for factor in factors], p.apart(args).biases).astype(p.result().dtype)
 
 
-__all__ = ["MosaicGpuGatedMatmul"]
+__all__ = ["MosaicGpuGatedMatmul", "of_two_factors"]

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from search_spaces.footprint import Footprint
+from search_spaces.gated_matmul.hopper import of_two_factors
 from search_spaces.hopper import not_hopper
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
@@ -240,16 +241,18 @@ def rows_footprint(p: RaggedDotProblem | GatedRaggedDotProblem, s: Columns) -> F
     """
     product = _of_rows(p)
     one, t = of_product(product, s), Tiling(product, s)
+    if isinstance(p, GatedRaggedDotProblem):
+        one = of_two_factors(one, s, t, jnp.dtype(p.dtype).itemsize)
     sizes = [np.diff(each) for each in p.draws()]
     unit = s.tile_m * t.cluster_m
     row_tiles = np.mean([cdiv(each[:, None], unit).sum(0) for each in sizes], axis=0) * t.cluster_m
     share = t.grid_m * t.cluster_m / row_tiles
-    a, b = one.step.loads
+    a, *weights = one.step.loads
     a = dataclasses.replace(a, bytes=a.bytes * share)
     return dataclasses.replace(
         one,
         grid=(p.touched, row_tiles / p.touched, t.grid_n * t.cluster_n),
-        step=dataclasses.replace(one.step, loads=(a, b)),
+        step=dataclasses.replace(one.step, loads=(a, *weights)),
         tile=dataclasses.replace(one.tile, bytes_written=one.tile.bytes_written * share),
     )
 
@@ -323,6 +326,28 @@ class MosaicGpuRaggedDot(Kernel[RaggedDotProblem, HopperSchedule]):
         self, problem: RaggedDotProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         return run_rows(_of_rows(problem), schedule, target, args)
+
+
+class MosaicGpuGatedRaggedDot(Kernel[GatedRaggedDotProblem, HopperSchedule]):
+    """Both factors multiply the same stages of `lhs` (search_spaces/gated_matmul/hopper.py)."""
+
+    backend = "mosaic_gpu"
+    version = 1
+    most_elements = INDICES_OF_32_BITS
+
+    def supports(self, problem: GatedRaggedDotProblem, target: Target) -> str | None:
+        return _unsupported(problem, target)
+
+    def space(self, problem: GatedRaggedDotProblem, target: Target) -> Space[HopperSchedule]:
+        return rows_space(problem, target.cores, factors=2)
+
+    def footprint(self, problem: GatedRaggedDotProblem, schedules: Columns, target: Target) -> Footprint:
+        return rows_footprint(problem, schedules)
+
+    def run(
+        self, problem: GatedRaggedDotProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        return run_rows(_of_rows(problem), schedule, target, args, Gate(joined=False, bias_joined=False))
 
 
 class MosaicGpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, HopperSchedule]):
