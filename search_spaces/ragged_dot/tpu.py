@@ -1,14 +1,13 @@
 """Grouped products on TPUs: Mosaic kernels whose grid walks over the tiles of rows of each group.
 
 Before the launch, XLA computes the tile of rows and the group of each visit (`visits`). The index maps of all blocks
-read them (scalar prefetch), and the number of visits is an extent of the grid. This is the method of MegaBlocks (Gale et
-al., arXiv:2211.15841) on TPUs, as in JAX's `jax.experimental.pallas.ops.tpu.megablox`.
+read them (scalar prefetch), and the number of visits is an extent of the grid. This is the method of MegaBlocks
+(Gale et al., arXiv:2211.15841) on TPUs, as in JAX's `jax.experimental.pallas.ops.tpu.megablox`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +44,7 @@ from search_spaces.ragged_dot.problem import (
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
-from search_spaces.ragged_dot.visits import covering, per_group, visits_of
+from search_spaces.ragged_dot.visits import covering, inside, per_group, rows_of_visit, visits_of
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target
 from search_spaces.tpu import VMEM_LIMITS_MIB, window_bytes
@@ -72,25 +71,9 @@ class RaggedTpuSchedule:
 
 
 # ------------------------------------------------------------------------------
-# The rows of a visit.
-
-
-def _rows_of_visit(tile_ref: Any, group_ref: Any, bounds_ref: Any, visit: Any, tile_rows: int) -> tuple[Any, Any, Any]:
-    """Returns the group of a visit, and the rows of the tile between which the group lies, which may be outside."""
-    group, first = group_ref[visit], tile_ref[visit] * tile_rows
-    return group, bounds_ref[group] - first, bounds_ref[group + 1] - first
-
-
-def _inside(rows: slice, columns: int, begin: Any, end: Any) -> jax.Array:
-    """Returns which elements of these rows of a tile, with so many columns, lie between `begin` and `end`."""
-    row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, columns), 0)
-    return (row >= begin) & (row < end)
-
-
-# ------------------------------------------------------------------------------
 # The kernel of products: factors of one operand, accumulated in VMEM, and stored in the rows of their group.
 
-# Computes the result's tile from the accumulators of all factors.
+# Computes the result's tile from the accumulators of all factors; zeros from zeros.
 Finish = Callable[[Sequence[jax.Array]], jax.Array]
 Forward = RaggedDotProblem | GatedRaggedDotProblem
 
@@ -164,8 +147,8 @@ def _body(p: Forward, s: RaggedTpuSchedule, factors: int, finish: Finish) -> Any
         rhs_refs, (out_ref, *acc_refs) = refs[:factors], refs[factors:]
         # The interpreter needs all indices of a grid outside of branches.
         visit, step = pl.program_id(1), pl.program_id(2)
-        group, begin, end = _rows_of_visit(tile_ref, group_ref, bounds_ref, visit, s.tile_rows)
-        multiplies = (group > 0) & (group <= p.groups)
+        begin, end = rows_of_visit(tile_ref, group_ref, bounds_ref, visit, s.tile_rows)
+        multiplies = (group_ref[visit] > 0) & (group_ref[visit] <= p.groups)
 
         def products(k: slice, rows: slice = ALL, columns: slice = ALL) -> list[jax.Array]:
             """Computes the products of this part of the step's k, and of the tile's rows and columns."""
@@ -180,20 +163,18 @@ def _body(p: Forward, s: RaggedTpuSchedule, factors: int, finish: Finish) -> Any
             for rows, columns in itertools.product(subtiles(s.tile_rows), subtiles(s.tile_n, SUBTILE_N)):
                 # Other rows of the tile are those of another visit, or not yet written.
                 old, new = out_ref[rows, columns].astype(ACCUMULATOR), result(rows, columns)
-                mine = _inside(rows, new.shape[1], begin, end)
+                mine = inside(rows, new.shape[1], begin, end)
                 out_ref[rows, columns] = jnp.where(mine, new, old).astype(out_ref.dtype)
 
-        @pl.when((step == 0) & jnp.logical_not(multiplies))
-        def _() -> None:
-            store(lambda rows, columns: jnp.zeros((rows.stop - rows.start, columns.stop - columns.start), ACCUMULATOR))
+        def zeros(rows: slice, columns: slice) -> jax.Array:
+            return jnp.zeros((rows.stop - rows.start, columns.stop - columns.start), ACCUMULATOR)
 
         if steps == 1:
-            pl.when(multiplies)(
-                lambda: store(lambda rows, columns: finish(products(slice(0, s.tile_k), rows, columns)))
-            )
+            pl.when(multiplies)(lambda: store(lambda *part: finish(products(slice(0, s.tile_k), *part))))
+            pl.when(jnp.logical_not(multiplies))(lambda: store(zeros))
             return
 
-        @pl.when(multiplies & (step == 0))
+        @pl.when(step == 0)
         def _() -> None:
             for acc_ref in acc_refs:
                 acc_ref[...] = jnp.zeros_like(acc_ref)
@@ -209,9 +190,9 @@ def _body(p: Forward, s: RaggedTpuSchedule, factors: int, finish: Finish) -> Any
             pl.when(multiplies & (step < steps - 1))(lambda: accumulate(s.tile_k))
             pl.when(multiplies & (step == steps - 1))(lambda: accumulate(left))
 
-        @pl.when(multiplies & (step == steps - 1))
+        @pl.when(step == steps - 1)
         def _() -> None:
-            store(lambda rows, columns: finish([acc_ref[rows, columns] for acc_ref in acc_refs]))
+            store(lambda *part: finish([acc_ref[part] for acc_ref in acc_refs]))
 
     return body
 
@@ -229,7 +210,7 @@ def _weights(
     with jax.enable_x64(False):
         visits = visits_of(boundaries, p.rows, s.tile_rows, least=1)
         call = pl.pallas_call(
-            functools.partial(_weights_body, s, precision_of(p.product)),
+            _weights_body(p, s),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(visits.prefetched),
                 grid=(cdiv(p.k, s.tile_k), cdiv(p.n, s.tile_n), visits.count),
@@ -259,46 +240,42 @@ def _weights(
     return out
 
 
-def _weights_body(
-    s: RaggedTpuSchedule,
-    precision: lax.Precision | None,
-    tile_ref: Any,
-    group_ref: Any,
-    bounds_ref: Any,
-    lhs_ref: Any,
-    rhs_ref: Any,
-    out_ref: Any,
-    acc_ref: Any,
-) -> None:
-    _, begin, end = _rows_of_visit(tile_ref, group_ref, bounds_ref, pl.program_id(2), s.tile_rows)
+def _weights_body(p: RaggedDotWeightsProblem, s: RaggedTpuSchedule) -> Any:
+    """Builds the kernel of a step."""
+    contract, precision = (((0,), (0,)), ((), ())), precision_of(p.product)
 
-    # The group begins in the tile of its first visit.
-    @pl.when(begin >= 0)
-    def _() -> None:
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    def body(
+        tile_ref: Any, group_ref: Any, bounds_ref: Any, lhs_ref: Any, rhs_ref: Any, out_ref: Any, acc: Any
+    ) -> None:
+        begin, end = rows_of_visit(tile_ref, group_ref, bounds_ref, pl.program_id(2), s.tile_rows)
 
-    def accumulate(masked: bool) -> None:
-        for rows in subtiles(s.tile_rows):
-            parts = [ref[rows, :] for ref in (lhs_ref, rhs_ref)]
-            if masked:
-                # Zero times NaN or infinity is NaN, so both operands are masked, in the 32 bits of the mask.
-                parts = [
-                    jnp.where(_inside(rows, x.shape[1], begin, end), x.astype(ACCUMULATOR), 0.0).astype(x.dtype)
-                    for x in parts
-                ]
-            acc_ref[...] += lax.dot_general(
-                *parts, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=ACCUMULATOR
-            )
+        def part(ref: Any, rows: slice, masked: bool) -> jax.Array:
+            x = ref[rows, :]
+            # Zero times NaN or infinity is NaN, so both operands are masked, in the 32 bits of the mask.
+            here = inside(rows, x.shape[1], begin, end)
+            return jnp.where(here, x.astype(ACCUMULATOR), 0.0).astype(x.dtype) if masked else x
 
-    whole = (begin <= 0) & (end >= s.tile_rows)
-    pl.when(whole)(lambda: accumulate(masked=False))
-    pl.when(jnp.logical_not(whole) & (begin < end))(lambda: accumulate(masked=True))
+        def accumulate(masked: bool) -> None:
+            for rows in subtiles(s.tile_rows):
+                lhs, rhs = (part(ref, rows, masked) for ref in (lhs_ref, rhs_ref))
+                acc[...] += lax.dot_general(lhs, rhs, contract, precision=precision, preferred_element_type=ACCUMULATOR)
 
-    # The group ends in the tile of its last visit.
-    @pl.when(end <= s.tile_rows)
-    def _() -> None:
-        for rows, columns in itertools.product(subtiles(s.tile_k), subtiles(s.tile_n, SUBTILE_N)):
-            out_ref[rows, columns] = acc_ref[rows, columns].astype(out_ref.dtype)
+        # The group begins in the tile of its first visit.
+        @pl.when(begin >= 0)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+
+        whole = (begin <= 0) & (end >= s.tile_rows)
+        pl.when(whole)(lambda: accumulate(masked=False))
+        pl.when(jnp.logical_not(whole) & (begin < end))(lambda: accumulate(masked=True))
+
+        # The group ends in the tile of its last visit.
+        @pl.when(end <= s.tile_rows)
+        def _() -> None:
+            for element in itertools.product(subtiles(s.tile_k), subtiles(s.tile_n, SUBTILE_N)):
+                out_ref[element] = acc[element].astype(out_ref.dtype)
+
+    return body
 
 
 # ------------------------------------------------------------------------------
@@ -393,7 +370,7 @@ def _space(p: GroupedProblem, results: Callable[[Any], Any], factors: int = 1) -
         RaggedTpuSchedule,
         choices={
             "tile_rows": tuple(dict.fromkeys(min(size, p.rows) for size in ROW_TILES)),
-            "tile_k": tile_extents(p.k, (*TILES, 4096)),
+            "tile_k": tile_extents(p.k, (*TILES, 4096, 8192)),
             "tile_n": tile_extents(p.n, TILES),
             "vmem_limit_mib": VMEM_LIMITS_MIB,
         },
@@ -408,10 +385,6 @@ def _space(p: GroupedProblem, results: Callable[[Any], Any], factors: int = 1) -
     )
 
 
-def _unsupported(p: GroupedProblem, target: Target) -> str | None:
-    return unsupported(target, p.dtype, *filter(None, (p.out_dtype,)))
-
-
 # ------------------------------------------------------------------------------
 # The grouped products on TPUs: supported problems, and the launch of one.
 
@@ -422,7 +395,7 @@ class MosaicTpuRaggedDot(Kernel[RaggedDotProblem, RaggedTpuSchedule]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
-        return _unsupported(problem, target)
+        return unsupported(target, problem.dtype, problem.out_dtype or problem.dtype)
 
     def space(self, problem: RaggedDotProblem, target: Target) -> Space[RaggedTpuSchedule]:
         return _space(problem, lambda s: s.tile_rows * s.tile_n)
@@ -443,7 +416,7 @@ class MosaicTpuGatedRaggedDot(Kernel[GatedRaggedDotProblem, RaggedTpuSchedule]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: GatedRaggedDotProblem, target: Target) -> str | None:
-        return _unsupported(problem, target)
+        return unsupported(target, problem.dtype, problem.out_dtype or problem.dtype)
 
     def space(self, problem: GatedRaggedDotProblem, target: Target) -> Space[RaggedTpuSchedule]:
         return _space(problem, lambda s: s.tile_rows * s.tile_n, factors=2)
@@ -468,7 +441,7 @@ class MosaicTpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, RaggedTpuSchedul
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: RaggedDotWeightsProblem, target: Target) -> str | None:
-        return _unsupported(problem, target)
+        return unsupported(target, problem.dtype, problem.out_dtype or problem.dtype)
 
     def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[RaggedTpuSchedule]:
         return _space(problem, lambda s: s.tile_k * s.tile_n)

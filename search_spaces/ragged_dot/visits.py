@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from search_spaces.space import cdiv
 
@@ -65,3 +66,15 @@ def visits_of(bounds: jax.Array, rows: int, tile_rows: int, least: int) -> Visit
 def covering(boundaries: jax.Array, rows: int) -> jax.Array:
     """Adds two groups to `boundaries`: the rows before the first and after the last of all groups."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), boundaries, jnp.full(1, rows, jnp.int32)])
+
+
+def rows_of_visit(tile_ref: Any, group_ref: Any, bounds_ref: Any, visit: Any, tile_rows: int) -> tuple[Any, Any]:
+    """Returns the rows of a visit's tile between which its group lies; they may be outside of the tile."""
+    group, first = group_ref[visit], tile_ref[visit] * tile_rows
+    return bounds_ref[group] - first, bounds_ref[group + 1] - first
+
+
+def inside(rows: slice, columns: int, begin: Any, end: Any) -> jax.Array:
+    """Returns which elements of these rows of a tile, with so many columns, lie between `begin` and `end`."""
+    row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, columns), 0)
+    return (row >= begin) & (row < end)
