@@ -281,6 +281,8 @@ def _weights_body(p: RaggedDotWeightsProblem, s: RaggedTpuSchedule) -> Any:
 # ------------------------------------------------------------------------------
 # Footprints: visits are the mean of the distributions for which schedules are timed.
 
+# Launches of XLA that compute the visits (libtpu 0.0.48).
+VISIT_LAUNCHES = 6
 # Operations of FP32 lanes on an element that a visit stores: two comparisons of its row, "and", and a selection.
 MASK_OPERATIONS = 4
 
@@ -342,6 +344,7 @@ def _forward_footprint(p: Forward, s: Columns, factors: Sequence[str]) -> Footpr
         minor=2,
         group=visits / groups,
         axes=("n", "group", "rows"),
+        launches=1 + VISIT_LAUNCHES,
     )
 
 
@@ -359,6 +362,9 @@ def _weights_vmem_bytes(p: RaggedDotWeightsProblem, s: Any) -> Any:
 
 # The MXU needs as long to load 128 rows of weights as to multiply them by 128 rows: smaller tiles save nothing.
 ROW_TILES = (512, 256, 128, 1024)
+# Visits whose tiles and groups take half of SMEM, which has 1 MiB (jax/_src/pallas/mosaic/tpu_info.py). libtpu 0.0.48
+# does not check it.
+MOST_VISITS = 2**16
 
 
 def _space(p: GroupedProblem, results: Callable[[Any], Any], factors: int = 1) -> Space[RaggedTpuSchedule]:
@@ -380,6 +386,9 @@ def _space(p: GroupedProblem, results: Callable[[Any], Any], factors: int = 1) -
             ),
             f"so do steps of over {most_products} products": lambda s: (
                 factors * s.tile_rows * s.tile_k * s.tile_n <= most_products
+            ),
+            f"SMEM has room for {MOST_VISITS} visits": lambda s: (
+                cdiv(p.rows, s.tile_rows) + p.groups + 1 <= MOST_VISITS
             ),
         },
     )
@@ -473,6 +482,7 @@ class MosaicTpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, RaggedTpuSchedul
             minor=2,
             group=p.groups,
             axes=("k", "n", "group"),
+            launches=1 + VISIT_LAUNCHES,
         )
 
     def run(

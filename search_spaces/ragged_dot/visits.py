@@ -21,7 +21,8 @@ class Visits:
     """The visits of a launch, in order of their groups.
 
     Attributes:
-      tile, group: of each visit. There are entries for the largest possible number of visits.
+      tile, group: of each visit. There are entries for the largest possible number of visits; those beyond `count` may
+        be any.
       bounds: ``[groups + 1]``, the rows between which each group lies.
       count: number of visits.
     """
@@ -50,17 +51,16 @@ def visits_of(bounds: jax.Array, rows: int, tile_rows: int, least: int) -> Visit
       least: visits of a group without rows, 0 or 1. Its tile is any that contains its bounds, or the last.
     """
     tiles, groups = cdiv(rows, tile_rows), bounds.shape[0] - 1
+    each = jnp.arange(groups, dtype=jnp.int32)[:, None]
     counts = per_group(bounds, tile_rows, least)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    # Sums of selected elements are one fusion each on TPUs. A binary search would be a loop, and `cumsum` copies.
+    ends = jnp.sum(jnp.where(each <= each.T, counts[:, None], 0), axis=0, dtype=jnp.int32)
     # Each group adds a visit to the tile where it begins, except the first group of a tile.
     visit = jnp.arange(tiles + groups - 1, dtype=jnp.int32)
-    # Comparisons and sums are a few fusions on TPUs; a binary search is a loop of them.
-    passed = ends[:, None] <= visit
-    group = jnp.minimum(jnp.sum(passed, axis=0, dtype=jnp.int32), groups - 1)
-    first = bounds[:-1] // tile_rows - (ends - counts)
-    here = group == jnp.arange(groups, dtype=jnp.int32)[:, None]
-    tile = visit + jnp.sum(jnp.where(here, first[:, None], 0), axis=0, dtype=jnp.int32)
-    return Visits(jnp.clip(tile, 0, tiles - 1), group, bounds, ends[-1])
+    group = jnp.sum(ends[:-1, None] <= visit, axis=0, dtype=jnp.int32)
+    first = jnp.minimum(bounds[:-1] // tile_rows, tiles - 1) - (ends - counts)
+    tile = jnp.sum(jnp.where(each == group, first[:, None] + visit, 0), axis=0, dtype=jnp.int32)
+    return Visits(tile, group, bounds, ends[-1])
 
 
 def covering(boundaries: jax.Array, rows: int) -> jax.Array:
