@@ -48,6 +48,15 @@ def miscounted_loops(jaxpr: Any) -> bool:
     return any(_nested(inner) for eqn in kernels for inner in held_jaxprs(eqn))
 
 
+def dynamic_grid(jaxpr: Any) -> bool:
+    """Returns whether a Pallas kernel has a grid with an extent that is known only at run time.
+
+    libtpu's estimate assumes the same number of steps for any such extent (libtpu 0.0.48, v5e).
+    """
+    kernels = (eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == "pallas_call")
+    return any(eqn.params["grid_mapping"].num_dynamic_grid_bounds > 0 for eqn in kernels)
+
+
 def _nested(jaxpr: Any, within: bool = False) -> bool:
     for eqn in opened_jaxpr(jaxpr).eqns:
         loops = eqn.primitive.name in _LOOPS and eqn.params.get("length", COUNTED + 1) > 1
@@ -408,6 +417,8 @@ def _cycles(
         traced = traced_profile(run, problem.operands(), hardware)
         if miscounted_loops(traced.jaxpr):
             return Failure("estimate", "it has a loop within a loop, which the compiler's estimate does not count")
+        if dynamic_grid(traced.jaxpr):
+            return Failure("estimate", "its number of steps is known only at run time")
         lowered = traced.lower()
     except Exception as error:  # only code of the kernel and of JAX runs here
         return failed("lower", error)

@@ -150,8 +150,12 @@ def _vmem_bytes(p: MatmulProblem, s: Columns, target: Target, factors: int) -> A
 
 def vmem_limit(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) -> Any:
     """Returns the VMEM bytes that a launch requests; 0 means the compiler's default."""
-    needed = _vmem_bytes(p, s, target, factors)
-    return np.minimum(limit_bytes(s.vmem_limit_mib), needed + needed // 2 + SPILL_ROOM)
+    return requested_bytes(s.vmem_limit_mib, _vmem_bytes(p, s, target, factors))
+
+
+def requested_bytes(limit_mib: Any, needed: Any) -> Any:
+    """Returns the VMEM bytes that a launch requests at most `limit_mib` of, for blocks and accumulators of `needed`."""
+    return np.minimum(limit_bytes(limit_mib), needed + needed // 2 + SPILL_ROOM)
 
 
 def _least_spill(p: MatmulProblem, s: Columns, target: Target, steps: Any) -> Any:
@@ -288,7 +292,7 @@ def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual
     # Extent of k in the last step; elements beyond the edge are undefined.
     left = p.k - (steps - 1) * s.tile_k
     contract = (((0 if p.transpose_a else 1,), (1 if p.transpose_b else 0,)), ((), ()))
-    precision = _precision(p)
+    precision = precision_of(p)
 
     def body(a_ref: Any, *refs: Any) -> None:
         b_refs, rest = refs[:factors], list(refs[factors:])
@@ -338,7 +342,7 @@ def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual
     return body
 
 
-def _precision(p: MatmulProblem) -> lax.Precision | None:
+def precision_of(p: MatmulProblem) -> lax.Precision | None:
     """Returns the number of bfloat16 passes for float32 operands, as a precision.
 
     One pass, Mosaic's default, keeps 8 bits of an operand; the least accurate arithmetic that a problem allows is TF32,

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from scheduler.measure.estimate import miscounted_loops
+from scheduler.measure.estimate import dynamic_grid, miscounted_loops
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 
@@ -54,3 +54,15 @@ def test_loops_around_a_kernel_are_counted():
         return lax.fori_loop(0, 8, lambda _, x: kernel(16, None)(x), x)
 
     assert not miscounted_loops(jax.make_jaxpr(run)(X))
+
+
+def test_a_grid_of_steps_known_at_run_time_is_dynamic():
+    def call(n, x):
+        block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        return pl.pallas_call(copy, out_shape=X, grid=(n,), in_specs=[block], out_specs=block)(x)
+
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    assert dynamic_grid(jax.make_jaxpr(jax.jit(call))(jax.ShapeDtypeStruct((), jnp.int32), X))
+    assert not dynamic_grid(jax.make_jaxpr(kernel(None, None))(X))
