@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 import scheduler
 from scheduler.core import hardware
 from scheduler.functions import comparison
-from scheduler.functions.equations import operations_by_primitive
+from scheduler.functions.equations import replacing_operations
 from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
@@ -294,7 +294,7 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
 
 def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
     fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
-    operations = [operation.name for operation in operations_by_primitive().values()]
+    operations = [operation.name for operation in replacing_operations()]
     asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
