@@ -17,7 +17,6 @@ from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
 from search_spaces.operation import Operation
-from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT
 from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM
 from search_spaces.scaled_matmul import SCALED_MATMUL
 from search_spaces.silu_and_mul import SILU_AND_MUL
@@ -43,7 +42,7 @@ _SHARED = tuple(
 )
 
 
-def _public(operation: Operation[Any]) -> Callable[[F], F]:
+def public(operation: Operation[Any]) -> Callable[[F], F]:
     """Marks a function that runs `operation`; its signature lists the arguments of `Selection` by name."""
 
     def mark(function: F) -> F:
@@ -56,7 +55,7 @@ def _public(operation: Operation[Any]) -> Callable[[F], F]:
     return mark
 
 
-def _values(function: Callable[..., Any], given: Selection) -> tuple[Any, Any, Any]:
+def selected(function: Callable[..., Any], given: Selection) -> tuple[Any, Any, Any]:
     """Returns `on_miss`, `backends` and `schedule`; raises a TypeError if the call has another keyword argument."""
     if others := {name: value for name, value in given.items() if name not in Selection.__optional_keys__}:
         raise calls.unexpected(function, others)
@@ -79,7 +78,7 @@ def tuned_matmul(a: Any, b: Any, *, split_sizes: None = None, **options: Unpack[
 def tuned_matmul(
     a: Any, b: Any, *, split_sizes: Sequence[int], **options: Unpack[_MatmulOptions]
 ) -> tuple[jax.Array, ...]: ...
-@_public(MATMUL)
+@public(MATMUL)
 def tuned_matmul(
     a: Any,
     b: Any,
@@ -151,7 +150,7 @@ def tuned_matmul(
     """
     transposes = calls.flag("transpose_a", transpose_a), calls.flag("transpose_b", transpose_b)
     options = (*transposes, precision, preferred_element_type, activation, split_sizes)
-    return calls.answer(_CALLED, (*_values(tuned_matmul, selection), *options), a, b, bias, residual)
+    return calls.answer(_CALLED, (*selected(tuned_matmul, selection), *options), a, b, bias, residual)
 
 
 _CALLED = calls.Signature(
@@ -161,7 +160,7 @@ _CALLED = calls.Signature(
 )
 
 
-@_public(GATED_MATMUL)
+@public(GATED_MATMUL)
 def tuned_gated_matmul(
     x: Any,
     w: Any,
@@ -201,7 +200,7 @@ def tuned_gated_matmul(
     """
     gate, up = _gate_and_up(w, "w")
     gate_bias, up_bias = _gate_and_up(bias, "bias")
-    call_options = (*_values(tuned_gated_matmul, selection), activation, calls.flag("transpose_w", transpose_w))
+    call_options = (*selected(tuned_gated_matmul, selection), activation, calls.flag("transpose_w", transpose_w))
     return calls.answer(_GATED_CALLED, call_options, x, gate, up, gate_bias, up_bias)
 
 
@@ -217,107 +216,7 @@ def _gate_and_up(given: Any, name: str) -> tuple[Any, Any]:
 _GATED_CALLED = calls.Signature(GATED_MATMUL, ("activation", "transpose_w"), last=("up", "bias", "up_bias"))
 
 
-@_public(RAGGED_DOT)
-def tuned_ragged_dot(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    *,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    transpose_rhs: bool = False,
-    **selection: Unpack[Selection],
-) -> jax.Array:
-    """Multiplies the rows of each group by the matrix of that group (`jax.lax.ragged_dot`), with the best schedule.
-
-    A group's rows are adjacent: group 0 has the first ``group_sizes[0]`` rows of `lhs`, and so on. Rows after the last
-    group are zeros in the result. Sums are float32 and the result is rounded once.
-
-    Works wherever `tuned_matmul` works. Products of the backward pass are tuned calls, too: of this operation for
-    `lhs`, and of "ragged_dot_weights" for `rhs`. The call falls back to XLA for empty operands, unless both operands
-    are bfloat16, both float16 or both float32, and for float32 with a `precision` that is not the default. Under
-    `jax.vmap`, one call has the groups of all elements of the batch if both operands have them; a batch with different
-    groups and the same matrices runs one call for each element. Devices may divide n and k, not rows. XLA may multiply
-    all rows by all matrices, so that NaN or infinity in a matrix reaches rows of other groups; other kernels do not.
-
-    Args:
-      lhs: ``[rows, k]``.
-      rhs: ``[groups, k, n]``.
-      group_sizes: integers ``[groups]``, none negative.
-      precision: as in `tuned_matmul`.
-      preferred_element_type: dtype of the result; None means the dtype of the operands.
-      group_offset: an integer in an array of one element: `rhs` has the matrices of the groups from this one on, and
-        rows of other groups are zeros in the result. `group_sizes` may then have more groups than `rhs`, for experts
-        that devices divide. `jax.lax.ragged_dot` raises NotImplementedError.
-      transpose_rhs: `rhs` is ``[groups, n, k]``. It is read in that layout without a copy if the hardware supports it.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array ``[rows, n]``.
-
-    Raises:
-      TypeError: as in `jax.lax.ragged_dot`; also for a `group_offset` of another shape or dtype.
-      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
-    """
-    options = (precision, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs))
-    return calls.answer(
-        _RAGGED_CALLED, (*_values(tuned_ragged_dot, selection), *options), lhs, rhs, group_sizes, group_offset
-    )
-
-
-_RAGGED_CALLED = calls.Signature(
-    RAGGED_DOT, ("precision", "preferred_element_type", "transpose_rhs"), last=("group_offset",)
-)
-
-
-@_public(GATED_RAGGED_DOT)
-def tuned_gated_ragged_dot(
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    group_sizes: Any,
-    *,
-    activation: Activation = "silu",
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    transpose_rhs: bool = False,
-    **selection: Unpack[Selection],
-) -> jax.Array:
-    """Computes ``activation(x @ w_gate[g]) * (x @ w_up[g])`` for the rows of each group g, with the best schedule.
-
-    Groups are those of `tuned_ragged_dot`, and rows of no group are zeros in the result. Sums, activation and the
-    product of both factors are float32, and the result is rounded once. An XLA program that rounds after each step, as
-    users write it, is used if it was measured to be the fastest. Under a derivative, kernels of `tuned_ragged_dot`
-    compute all products, and the backward pass saves those of the forward pass.
-
-    Args:
-      x: ``[rows, k]``.
-      w_gate, w_up: ``[groups, k, n]`` each.
-      group_sizes, preferred_element_type, group_offset: as in `tuned_ragged_dot`.
-      activation: "silu", "gelu" (the tanh form) or "relu".
-      transpose_rhs: `w_gate` and `w_up` are ``[groups, n, k]``.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array ``[rows, n]``.
-
-    Raises:
-      TypeError, ValueError: as in `tuned_ragged_dot`; also for an unknown activation, weights of two shapes, and
-        integer, 8-bit or complex operands.
-      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
-    """
-    options = (activation, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs))
-    call_options = (*_values(tuned_gated_ragged_dot, selection), *options)
-    return calls.answer(_GATED_RAGGED_CALLED, call_options, x, w_gate, w_up, group_sizes, group_offset)
-
-
-_GATED_RAGGED_CALLED = calls.Signature(
-    GATED_RAGGED_DOT, ("activation", "preferred_element_type", "transpose_rhs"), last=("group_offset",)
-)
-
-
-@_public(SCALED_MATMUL)
+@public(SCALED_MATMUL)
 def tuned_scaled_matmul(
     a: Any,
     b: Any,
@@ -359,7 +258,7 @@ def tuned_scaled_matmul(
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
-    call_options = (*_values(tuned_scaled_matmul, selection), calls.flag("transpose_b", transpose_b), dtype)
+    call_options = (*selected(tuned_scaled_matmul, selection), calls.flag("transpose_b", transpose_b), dtype)
     return calls.answer(_SCALED_CALLED, call_options, a, b, a_scale, b_scale)
 
 
@@ -384,7 +283,7 @@ def tuned_flash_attention(
 def tuned_flash_attention(
     q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[_AttentionOptions]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(FLASH_ATTENTION)
+@public(FLASH_ATTENTION)
 def tuned_flash_attention(
     q: Any,
     k: Any,
@@ -443,7 +342,7 @@ def tuned_flash_attention(
     names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
     is_causal, with_lse, same_bits = (calls.flag(name, value) for name, value in names.items())
     sides = None if window is None else bounds(window)
-    call_options = (*_values(tuned_flash_attention, selection), is_causal, number, sides, cap, with_lse, same_bits)
+    call_options = (*selected(tuned_flash_attention, selection), is_causal, number, sides, cap, with_lse, same_bits)
     return calls.answer(_ATTENTION_CALLED, call_options, q, k, v, q_lengths, kv_lengths)
 
 
@@ -462,7 +361,7 @@ def tuned_rms_norm(
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(RMS_NORM)
+@public(RMS_NORM)
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -491,7 +390,7 @@ def tuned_rms_norm(
       ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
     """
-    call_options = (*_values(tuned_rms_norm, selection), calls.number("eps", eps))
+    call_options = (*selected(tuned_rms_norm, selection), calls.number("eps", eps))
     if residual is None:
         return calls.answer(_RMS_NORM, call_options, x, weight)
     return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
@@ -508,7 +407,7 @@ def tuned_softmax(
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(SOFTMAX)
+@public(SOFTMAX)
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -538,10 +437,10 @@ def tuned_softmax(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
     called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (*_values(tuned_softmax, selection), calls.axes(axis)), x)
+    return calls.answer(called, (*selected(tuned_softmax, selection), calls.axes(axis)), x)
 
 
-@_public(SILU_AND_MUL)
+@public(SILU_AND_MUL)
 def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
     """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
 
@@ -564,7 +463,7 @@ def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
       TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
-    return calls.answer(_SILU_AND_MUL, _values(tuned_silu_and_mul, selection), x)
+    return calls.answer(_SILU_AND_MUL, selected(tuned_silu_and_mul, selection), x)
 
 
 _SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))

@@ -215,13 +215,13 @@ def transpose(call: Call, p: RaggedDotProblem, cotangent: jax.Array, args: Any) 
     """Computes ``dlhs[row] = dout[row] @ rhs[g].T``, or ``drhs[g] = lhs[rows of g].T @ dout[rows of g]``."""
     lhs, rhs, boundaries = args
     dout, other = _of_one_dtype(cotangent, rhs if lhs is None else lhs)
-    dtypes = {"dtype": str(dout.dtype), "out_dtype": p.dtype}
+    wide = dataclasses.replace(p, dtype=str(dout.dtype), out_dtype=p.dtype)
     if lhs is None:
-        flipped = dataclasses.replace(p, k=p.n, n=p.k, transpose_rhs=not p.transpose_rhs, **dtypes)
+        flipped = dataclasses.replace(wide, k=p.n, n=p.k, transpose_rhs=not p.transpose_rhs)
         return call(flipped, dout, other, boundaries), None, None
     both = (dout, other) if p.transpose_rhs else (other, dout)
     k, n = (p.n, p.k) if p.transpose_rhs else (p.k, p.n)
-    weights = RaggedDotWeightsProblem(p.rows, p.groups, k, n, **dtypes)
+    weights = RaggedDotWeightsProblem(p.rows, p.groups, k, n, wide.dtype, wide.out_dtype)
     return None, call(RAGGED_DOT_WEIGHTS, weights, *both, boundaries), None
 
 

@@ -47,7 +47,7 @@ def numbers(contracted: tuple[int, int], group_axes: tuple[int, ...]) -> lax.Rag
 
 
 def ragged_dot(lhs: jax.Array, rhs: jax.Array, boundaries: jax.Array, transpose_rhs: bool, out: Any) -> jax.Array:
-    """Computes `RaggedDotProblem` by XLA for operands of any dtype; `precision` is JAX's default."""
+    """Computes `RaggedDotProblem` by XLA; `out` is the dtype of the result."""
     product = _general(lhs, rhs, boundaries, numbers((1, 2 if transpose_rhs else 1), (0,)), out)
     return jnp.where(of_a_group(boundaries, lhs.shape[0]), product, jnp.zeros_like(product))
 
@@ -63,7 +63,8 @@ class XlaRaggedDot(LibraryKernel[RaggedDotProblem]):
     def run(
         self, problem: RaggedDotProblem, schedule: Library, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
-        return ragged_dot(*args, problem.transpose_rhs, problem.result().dtype)
+        lhs, rhs, boundaries = args
+        return ragged_dot(lhs, rhs, boundaries, problem.transpose_rhs, problem.result().dtype)
 
 
 class XlaGatedRaggedDot(LibraryKernel[GatedRaggedDotProblem]):
