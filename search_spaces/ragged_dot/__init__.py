@@ -20,6 +20,7 @@ from search_spaces.matmul import epilogue, rounding
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
+from search_spaces.ragged_dot.hopper import MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
 from search_spaces.ragged_dot.kernels import (
     InterpretGatedRaggedDot,
     InterpretRaggedDot,
@@ -368,7 +369,7 @@ def shard_weights(p: RaggedDotWeightsProblem) -> Sharding[RaggedDotWeightsProble
 RAGGED_DOT = Operation[RaggedDotProblem](
     name="ragged_dot",
     problem=RaggedDotProblem,
-    kernels=(InterpretRaggedDot(), XlaRaggedDot()),
+    kernels=(MosaicGpuRaggedDot(), InterpretRaggedDot(), XlaRaggedDot()),
     jvp=jvp,
     transpose=transpose,
     batch=batch,
@@ -390,7 +391,7 @@ GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
 RAGGED_DOT_WEIGHTS = Operation[RaggedDotWeightsProblem](
     name="ragged_dot_weights",
     problem=RaggedDotWeightsProblem,
-    kernels=(InterpretRaggedDotWeights(), XlaRaggedDotWeights()),
+    kernels=(MosaicGpuRaggedDotWeights(), InterpretRaggedDotWeights(), XlaRaggedDotWeights()),
     jvp=jvp,
     transpose=transpose_weights,
     batch=batch_weights,
