@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces import jax_compat
-from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
+from search_spaces.front_end import in_front, require_array, unsupported_reason, weakly_typed
 from search_spaces.matmul import epilogue, rounding
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
@@ -61,7 +61,7 @@ def bind(
       boundaries: `group_sizes` are boundaries, as `RaggedDotProblem.of` takes them.
 
     Raises:
-      TypeError: for calls that `jax.lax.ragged_dot` rejects, and a `group_offset` of another shape.
+      TypeError: an operand is a list. Other calls that `jax.lax.ragged_dot` rejects raise in `Unsupported.answer`.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
     pose = functools.partial(RaggedDotProblem.of, transpose_rhs=transpose_rhs, out_dtype=wanted or "")
@@ -93,8 +93,7 @@ def bind_gated(
       out_dtype, boundaries: as in `bind`.
 
     Raises:
-      TypeError, ValueError: as `bind`; also for an unknown activation, weights of two shapes, and operands that are
-        integers, complex or of 8 bits.
+      TypeError, ValueError: as `bind`, or for an unknown activation.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
     pose = functools.partial(
@@ -104,8 +103,6 @@ def bind_gated(
         return BoundCall(pose(x, w_gate, w_up, group_sizes), (x, w_gate, w_up, group_sizes))
     if activation not in epilogue.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(epilogue.ACTIVATIONS)}")
-    if jnp.shape(w_gate) != jnp.shape(w_up):
-        raise ValueError(f"w_gate {jnp.shape(w_gate)} and w_up {jnp.shape(w_up)} have two shapes")
     posed = _bound(pose, {"x": x, "w_gate": w_gate, "w_up": w_up}, group_sizes, group_offset, None)
     if isinstance(posed, BoundCall):
         return posed
@@ -120,6 +117,8 @@ def _bound(
 ) -> BoundCall[Any] | str:
     """Returns the call of operands and sizes, or the reason why there is none."""
     given = {**operands, "group_sizes": sizes} | ({} if offset is None else {"group_offset": offset})
+    for name, x in given.items():
+        require_array(name, x)
     if reason := unsupported_reason(given) or weakly_typed(*operands.values()):
         return reason
     lhs, rhs, *_ = operands.values()
@@ -189,6 +188,8 @@ def _gated_formula(
     activation: str,
     preferred_element_type: Any,
 ) -> jax.Array:
+    if jnp.shape(weights[0]) != jnp.shape(weights[1]):
+        raise ValueError(f"w_gate {jnp.shape(weights[0])} and w_up {jnp.shape(weights[1])} have two shapes")
     out = jnp.result_type(x, *weights)
     if not jnp.issubdtype(out, jnp.floating) or out.itemsize == 1:
         raise TypeError(f"products of {out} take no activation: give real numbers of 16 bits or more (.astype)")
