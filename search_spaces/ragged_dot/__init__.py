@@ -20,7 +20,7 @@ from search_spaces.matmul import epilogue, rounding
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
-from search_spaces.ragged_dot.hopper import MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
+from search_spaces.ragged_dot.hopper import MosaicGpuGatedRaggedDot, MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
 from search_spaces.ragged_dot.kernels import (
     InterpretGatedRaggedDot,
     InterpretRaggedDot,
@@ -382,7 +382,7 @@ RAGGED_DOT = Operation[RaggedDotProblem](
 GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
     name="gated_ragged_dot",
     problem=GatedRaggedDotProblem,
-    kernels=(InterpretGatedRaggedDot(), XlaGatedRaggedDot()),
+    kernels=(MosaicGpuGatedRaggedDot(), InterpretGatedRaggedDot(), XlaGatedRaggedDot()),
     jvp=jvp_gated,
     batch=batch_gated,
     front_end=bind_gated,
