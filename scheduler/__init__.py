@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from scheduler.functions.problems import problems
     from scheduler.functions.rewrite import rewrite
     from scheduler.functions.tune_function import tune_function
+    from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
     from scheduler.store.store import Store
     from scheduler.tuned_calls import (
@@ -70,7 +71,9 @@ __all__ = [
     "tuned",
     "tuned_flash_attention",
     "tuned_gated_matmul",
+    "tuned_gated_ragged_dot",
     "tuned_matmul",
+    "tuned_ragged_dot",
     "tuned_rms_norm",
     "tuned_scaled_matmul",
     "tuned_silu_and_mul",
@@ -92,6 +95,7 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "Store": "scheduler.store.store",
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
+_HOMES |= dict.fromkeys(("tuned_gated_ragged_dot", "tuned_ragged_dot"), "scheduler.grouped_calls")
 
 
 def _renderer() -> rendering.Renderer:

@@ -42,7 +42,7 @@ _SHARED = tuple(
 )
 
 
-def _public(operation: Operation[Any]) -> Callable[[F], F]:
+def public(operation: Operation[Any]) -> Callable[[F], F]:
     """Marks a function that runs `operation`; its signature lists the arguments of `Selection` by name."""
 
     def mark(function: F) -> F:
@@ -55,7 +55,7 @@ def _public(operation: Operation[Any]) -> Callable[[F], F]:
     return mark
 
 
-def _values(function: Callable[..., Any], given: Selection) -> tuple[Any, Any, Any]:
+def selected(function: Callable[..., Any], given: Selection) -> tuple[Any, Any, Any]:
     """Returns `on_miss`, `backends` and `schedule`; raises a TypeError if the call has another keyword argument."""
     if others := {name: value for name, value in given.items() if name not in Selection.__optional_keys__}:
         raise calls.unexpected(function, others)
@@ -78,7 +78,7 @@ def tuned_matmul(a: Any, b: Any, *, split_sizes: None = None, **options: Unpack[
 def tuned_matmul(
     a: Any, b: Any, *, split_sizes: Sequence[int], **options: Unpack[_MatmulOptions]
 ) -> tuple[jax.Array, ...]: ...
-@_public(MATMUL)
+@public(MATMUL)
 def tuned_matmul(
     a: Any,
     b: Any,
@@ -150,7 +150,7 @@ def tuned_matmul(
     """
     transposes = calls.flag("transpose_a", transpose_a), calls.flag("transpose_b", transpose_b)
     options = (*transposes, precision, preferred_element_type, activation, split_sizes)
-    return calls.answer(_CALLED, (*_values(tuned_matmul, selection), *options), a, b, bias, residual)
+    return calls.answer(_CALLED, (*selected(tuned_matmul, selection), *options), a, b, bias, residual)
 
 
 _CALLED = calls.Signature(
@@ -160,7 +160,7 @@ _CALLED = calls.Signature(
 )
 
 
-@_public(GATED_MATMUL)
+@public(GATED_MATMUL)
 def tuned_gated_matmul(
     x: Any,
     w: Any,
@@ -200,7 +200,7 @@ def tuned_gated_matmul(
     """
     gate, up = _gate_and_up(w, "w")
     gate_bias, up_bias = _gate_and_up(bias, "bias")
-    call_options = (*_values(tuned_gated_matmul, selection), activation, calls.flag("transpose_w", transpose_w))
+    call_options = (*selected(tuned_gated_matmul, selection), activation, calls.flag("transpose_w", transpose_w))
     return calls.answer(_GATED_CALLED, call_options, x, gate, up, gate_bias, up_bias)
 
 
@@ -216,7 +216,7 @@ def _gate_and_up(given: Any, name: str) -> tuple[Any, Any]:
 _GATED_CALLED = calls.Signature(GATED_MATMUL, ("activation", "transpose_w"), last=("up", "bias", "up_bias"))
 
 
-@_public(SCALED_MATMUL)
+@public(SCALED_MATMUL)
 def tuned_scaled_matmul(
     a: Any,
     b: Any,
@@ -258,7 +258,7 @@ def tuned_scaled_matmul(
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
-    call_options = (*_values(tuned_scaled_matmul, selection), calls.flag("transpose_b", transpose_b), dtype)
+    call_options = (*selected(tuned_scaled_matmul, selection), calls.flag("transpose_b", transpose_b), dtype)
     return calls.answer(_SCALED_CALLED, call_options, a, b, a_scale, b_scale)
 
 
@@ -283,7 +283,7 @@ def tuned_flash_attention(
 def tuned_flash_attention(
     q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[_AttentionOptions]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(FLASH_ATTENTION)
+@public(FLASH_ATTENTION)
 def tuned_flash_attention(
     q: Any,
     k: Any,
@@ -342,7 +342,7 @@ def tuned_flash_attention(
     names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
     is_causal, with_lse, same_bits = (calls.flag(name, value) for name, value in names.items())
     sides = None if window is None else bounds(window)
-    call_options = (*_values(tuned_flash_attention, selection), is_causal, number, sides, cap, with_lse, same_bits)
+    call_options = (*selected(tuned_flash_attention, selection), is_causal, number, sides, cap, with_lse, same_bits)
     return calls.answer(_ATTENTION_CALLED, call_options, q, k, v, q_lengths, kv_lengths)
 
 
@@ -361,7 +361,7 @@ def tuned_rms_norm(
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(RMS_NORM)
+@public(RMS_NORM)
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -390,7 +390,7 @@ def tuned_rms_norm(
       ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
     """
-    call_options = (*_values(tuned_rms_norm, selection), calls.number("eps", eps))
+    call_options = (*selected(tuned_rms_norm, selection), calls.number("eps", eps))
     if residual is None:
         return calls.answer(_RMS_NORM, call_options, x, weight)
     return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
@@ -407,7 +407,7 @@ def tuned_softmax(
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@_public(SOFTMAX)
+@public(SOFTMAX)
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -437,10 +437,10 @@ def tuned_softmax(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
     called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (*_values(tuned_softmax, selection), calls.axes(axis)), x)
+    return calls.answer(called, (*selected(tuned_softmax, selection), calls.axes(axis)), x)
 
 
-@_public(SILU_AND_MUL)
+@public(SILU_AND_MUL)
 def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
     """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
 
@@ -463,7 +463,7 @@ def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
       TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
-    return calls.answer(_SILU_AND_MUL, _values(tuned_silu_and_mul, selection), x)
+    return calls.answer(_SILU_AND_MUL, selected(tuned_silu_and_mul, selection), x)
 
 
 _SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint, lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax._src.lax import lax as private_lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
@@ -253,6 +254,9 @@ def lower(run: Callable[..., Sequence[jax.Array]], ctx: Any, args: Sequence[Any]
     with config._check_vma(False), formulas():
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
+
+# The equation of `jax.lax.ragged_dot_general`.
+RAGGED_DOT_GENERAL: Primitive = private_lax.ragged_dot_general_p
 
 # The equations of ``jax.nn.dot_product_attention(implementation="cudnn")`` and of its gradients.
 CUDNN_ATTENTION: Primitive = cudnn._dot_product_attention_fwd_p_wrapper

@@ -107,6 +107,7 @@ class Operation(Generic[P]):
         of several that compute this operation, else None. It must not recognise other computations.
       regions: ``regions(graph)`` -> for each part of a `recognise.Graph` that calls of this operation can replace a
         `recognise.Region`, and for each that only looks so a `recognise.Left`.
+      call: name of the public function whose calls run the operation, for suggestions. Default: "tuned_" and `name`.
       shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.
         Default: None for any problem; the library, which XLA partitions itself, is then used.
 
@@ -128,6 +129,7 @@ class Operation(Generic[P]):
     equations: Mapping[Any, Callable[..., MatchedEquation[P] | str]] = dataclasses.field(default_factory=dict)
     recognise: Callable[[Any], Any] | None = None
     regions: Callable[[Any], Any] | None = None
+    call: str = ""
     shard: Callable[[P], Sharding[P] | None] | None = None
 
     def __post_init__(self) -> None:

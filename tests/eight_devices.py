@@ -21,7 +21,9 @@ import scheduler
 from scheduler import (
     tuned_flash_attention,
     tuned_gated_matmul,
+    tuned_gated_ragged_dot,
     tuned_matmul,
+    tuned_ragged_dot,
     tuned_rms_norm,
     tuned_silu_and_mul,
     tuned_softmax,
@@ -225,6 +227,59 @@ def test_a_gated_product_of_a_pair_is_divided_by_columns_and_rows():
     assert same_movement(ours, plain, *args, rtol=0.05, atol=0.05) == {}
     joined = jnp.concatenate([gate, up], axis=1)
     close(jax.jit(tuned_gated_matmul)(put(x / 6, "x"), put(joined)), plain(x, gate, up), rtol=0.05, atol=0.05)
+
+
+def grouped(*, gated):
+    """Operands of a grouped product: 8 experts, sizes of groups that leave rows of no group, and XLA's own result."""
+    w, up = (jax.random.normal(jax.random.key(i), (8, 32, 48)) for i in (5, 6))
+    sizes = jnp.array([9, 0, 20, 1, 5, 0, 13, 8], jnp.int32)
+    gate = lax.ragged_dot(A, w, sizes)
+    return w, up, sizes, jax.nn.silu(gate) * lax.ragged_dot(A, up, sizes) if gated else gate
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_are_divided_by_their_offset(gated):
+    w, up, sizes, expected = grouped(gated=gated)
+
+    def part(x, w, up, sizes):
+        first = lax.axis_index("x")[None] * w.shape[0]
+        how = {"group_offset": first, "backends": "pallas"}
+        own = tuned_gated_ragged_dot(x, w, up, sizes, **how) if gated else tuned_ragged_dot(x, w, sizes, **how)
+        return lax.psum(own, "x")
+
+    specs = P(), P("x"), P("x"), P()
+    mapped = jax.shard_map(part, mesh=AUTO, in_specs=specs, out_specs=P())
+    close(jax.jit(mapped)(A, w, up, sizes), expected, rtol=1e-3, atol=1e-3)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda x, w, up: (function(x, w, up) ** 2).sum(), (0, 1, 2)))(A, w, up)
+
+    def plain(x, w, up):
+        gate = lax.ragged_dot(x, w, sizes)
+        return jax.nn.silu(gate) * lax.ragged_dot(x, up, sizes) if gated else gate
+
+    ours = gradients(lambda x, w, up: mapped(x, w, up, sizes))
+    for mine, theirs in zip(ours, gradients(plain), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-2)
+
+
+def test_a_grouped_product_is_divided_by_columns_and_summed_over_a_divided_k():
+    w, up, sizes, expected = grouped(gated=False)
+    call = jax.jit(functools.partial(tuned_ragged_dot, backends="pallas"))
+    for specs in (((), (None, None, "x")), ((None, "x"), (None, "x"))):
+        args = put(A, *specs[0]), put(w, *specs[1]), put(sizes)
+        close(call(*args), expected, rtol=1e-3, atol=1e-3)
+        assert "while" in call.lower(*args).compile().as_text()
+    gate = jax.jit(functools.partial(tuned_gated_ragged_dot, backends="pallas"))
+    args = put(A), put(w, None, None, "x"), put(up, None, None, "x"), put(sizes)
+    close(gate(*args), grouped(gated=True)[3], rtol=1e-3, atol=1e-3)
+
+    def gradients(product):
+        return jax.grad(lambda x, w: (product(x, w, sizes) ** 2).sum(), (0, 1))
+
+    args = put(A), put(w, None, None, "x")
+    for mine, theirs in zip(jax.jit(gradients(call))(*args), gradients(lax.ragged_dot)(A, w), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-2)
 
 
 WEIGHT = jnp.linspace(0.5, 2, 32)

@@ -234,12 +234,11 @@ def lower_with_kernels(
     def answer(
         primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
     ) -> Any:
-        operation = equations.operations_by_primitive()[primitive]
-        stored = around.get(equations.layout_key(primitive, avals, params))
-        matched = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
-        if isinstance(matched, str) or partitioned:
-            left[matched if isinstance(matched, str) else ON_A_MESH] += 1
+        posed = equations.match(primitive, avals, params, around.get(equations.layout_key(primitive, avals, params)))
+        if isinstance(posed, str) or partitioned:
+            left[posed if isinstance(posed, str) else ON_A_MESH] += 1
             return None
+        operation, matched = posed
         problem = matched.problem
         try:
             found = dispatch.decide(operation, problem, platform, options[operation.name])

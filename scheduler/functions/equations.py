@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel
 from search_spaces import OPERATIONS, fingerprint, load
 from search_spaces.fingerprint import is_jaxpr, opened_jaxpr
-from search_spaces.operation import Operation
+from search_spaces.operation import MatchedEquation, Operation
 from search_spaces.problem import Problem
 
 # Their jaxprs are kernel bodies.
@@ -189,10 +190,36 @@ def _held(equation: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def operations_by_primitive() -> Mapping[Any, Operation[Any]]:
-    """Returns the JAX primitives whose equations an operation can replace, with their operations."""
-    operations = [load(name) for name in OPERATIONS]
-    return {primitive: operation for operation in operations for primitive in operation.equations}
+def operations_by_primitive() -> Mapping[Any, tuple[Operation[Any], ...]]:
+    """Returns the JAX primitives whose equations operations can replace, with these operations."""
+    found: dict[Any, tuple[Operation[Any], ...]] = {}
+    for operation in map(load, OPERATIONS):
+        for primitive in operation.equations:
+            found[primitive] = (*found.get(primitive, ()), operation)
+    return found
+
+
+def replacing_operations() -> tuple[Operation[Any], ...]:
+    """Returns the operations that can replace equations, without duplicates."""
+    return tuple(dict.fromkeys(itertools.chain(*operations_by_primitive().values())))
+
+
+def match(
+    primitive: Any, avals: Sequence[Any], params: Mapping[str, Any], layout: StoredLayout | None
+) -> tuple[Operation[Any], MatchedEquation[Any]] | str:
+    """Returns the operation that can replace an equation and the problem that it computes, or the first reason why not.
+
+    Args:
+      layout: memory layouts of the equation's arrays, from `layouts_around`; None if these are not known.
+    """
+    reasons = []
+    for operation in operations_by_primitive()[primitive]:
+        known = {} if layout is None else {"stored": layout}
+        matched = operation.equations[primitive](*avals, **params, **known)
+        if not isinstance(matched, str):
+            return operation, matched
+        reasons.append(matched)
+    return reasons[0]
 
 
 def match_equation(equation: Any, stored: Mapping[Any, StoredLayout]) -> tuple[Operation[Any], Problem] | None:
@@ -201,12 +228,12 @@ def match_equation(equation: Any, stored: Mapping[Any, StoredLayout]) -> tuple[O
     Args:
       stored: memory layouts, from `layouts_around` with all `operations_by_primitive`.
     """
-    if (operation := operations_by_primitive().get(equation.primitive)) is None:
+    if equation.primitive not in operations_by_primitive():
         return None
     avals = [x.aval for x in equation.invars]
     layout = stored[layout_key(equation.primitive, avals, equation.params)]
-    matched = operation.equations[equation.primitive](*avals, stored=layout, **equation.params)
-    return None if isinstance(matched, str) else (operation, matched.problem)
+    found = match(equation.primitive, avals, equation.params, layout)
+    return None if isinstance(found, str) else (found[0], found[1].problem)
 
 
 # ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
-from scheduler.functions.equations import operations_by_primitive
+from scheduler.functions.equations import replacing_operations
 from scheduler.functions.problems import Problems, optimized_problems
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Arguments, Decided, Trial
@@ -143,7 +143,7 @@ class Optimized:
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
-        self._operations = tuple(operations_by_primitive().values())
+        self._operations = replacing_operations()
         self._named = backends_of_each(self._operations, backends)
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes

@@ -76,7 +76,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
                 continue
             if (matched := equations.match_equation(node.equation, stored)) is not None:
                 tally.add(*matched, scope.count, [line_of(node.equation)])
-    calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
+    calls = {operation.name: operation.call or f"tuned_{operation.name}" for operation in operations}
     calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
     return tuple(Suggestion(row, calls[row.operation.name], _gain(row, chip)) for row in tally.rows())
 

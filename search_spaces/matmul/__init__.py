@@ -62,7 +62,7 @@ def bind(
             "activation": activation,
             "split_sizes": several,
         }
-        p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
+        p = MatmulProblem.of(a, b, *follows, precision=rounding(precision) or precision, **how)
         return BoundCall(p, (a, b, *follows))
     if wanted is None and isinstance(a, jax.Array) and isinstance(b, jax.Array):
         jnp.result_type(a, b)  # Raises if `jax.numpy_dtype_promotion` forbids the mixture.
@@ -109,7 +109,7 @@ def _problem(
         return f"a is {a.dtype} and b is {b.dtype}; kernels take two of one dtype"
     if reason := weakly_typed(a, b):
         return reason
-    if (rounding := _rounding(precision)) is None:
+    if (asked := rounding(precision)) is None:
         return f"precision={_asked(precision)!r} is not default, high or highest"
     m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
     k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
@@ -128,7 +128,7 @@ def _problem(
             out_dtype=str(a.dtype if out_dtype is None else jnp.dtype(out_dtype)),
             transpose_a=transpose_a,
             transpose_b=transpose_b,
-            precision=rounding,
+            precision=asked,
             bias="" if bias is None else str(bias.dtype),
             activation=activation or "",
             residual="" if residual is None else str(residual.dtype),
@@ -193,7 +193,7 @@ _ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
 }
 
 
-def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
+def rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
     """Converts a precision of `jnp.matmul` to `MatmulProblem.precision`, or to None if only XLA supports it."""
     precision = _asked(precision)
     if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from operations import DOUBLE
 
 import scheduler
-from scheduler import tuned_flash_attention, tuned_matmul, tuned_rms_norm, tuned_softmax
+from scheduler import tuned_flash_attention, tuned_matmul, tuned_ragged_dot, tuned_rms_norm, tuned_softmax
 from scheduler.cli.app import main
 from scheduler.functions import named
 from scheduler.search import jobs
@@ -102,6 +102,23 @@ def test_a_custom_derivative_is_what_the_function_runs():
 def test_a_vmapped_call_is_the_larger_product_that_it_becomes():
     batch = jax.ShapeDtypeStruct((6, 32, 32), jnp.float32)
     assert counts(jax.vmap(tuned_matmul, (0, None)), batch, SQUARE) == {square(m=192): 1}
+
+
+def test_a_grouped_product_and_its_gradients_are_listed_whether_they_are_tuned_calls_or_not():
+    x, w, sizes = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.array([2, 0, 5], jnp.int32)
+
+    def loss(product):
+        return jax.grad(lambda x, w: (product(x, w, sizes) ** 2).sum(), (0, 1))
+
+    expected = {
+        "ragged_dot rows=8 groups=3 k=4 n=5 dtype=float32": 1,
+        "ragged_dot rows=8 groups=3 k=5 n=4 dtype=float32 transpose_rhs=True": 1,
+        "ragged_dot_weights rows=8 groups=3 k=4 n=5 dtype=float32": 1,
+    }
+    assert counts(loss(tuned_ragged_dot), x, w) == expected
+    untuned = scheduler.problems(loss(lax.ragged_dot), x, w).untuned
+    assert {f"{each.row.operation.name} {each.row.problem}": each.row.count for each in untuned} == expected
+    assert {each.call for each in untuned} == {"tuned_ragged_dot"}
 
 
 def test_second_derivatives_pose_problems_of_their_own():

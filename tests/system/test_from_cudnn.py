@@ -11,7 +11,7 @@ import pytest
 import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.functions import ablation
-from scheduler.functions.equations import operations_by_primitive
+from scheduler.functions.equations import replacing_operations
 from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.operation import MatchedEquation
@@ -42,12 +42,12 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 def lowered(fn, *args, backends="interpret"):
     asked = {
         operation.name: dispatch.options(operation, backends=(backends,))
-        for operation in operations_by_primitive().values()
+        for operation in replacing_operations()
         if backends in operation.backends
     }
     library = {
         operation.name: dispatch.options(operation)
-        for operation in operations_by_primitive().values()
+        for operation in replacing_operations()
         if operation.name not in asked
     }
     return ablation.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
@@ -146,7 +146,7 @@ def _asks(equation):
 def test_a_record_says_who_answers(batch, length, heads, head_dim, by):
     """Those of an H200 that are shipped."""
     shapes = [jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)] * 3
-    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in operations_by_primitive().values()}
+    options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in replacing_operations()}
     traced = jax.jit(functools.partial(attention, is_causal=True)).trace(*shapes)
     with scheduler.target("NVIDIA H200"):
         found = ablation.lower_with_kernels(traced, options, ("cuda",))

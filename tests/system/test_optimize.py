@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 import scheduler
 from scheduler.core import hardware
 from scheduler.functions import comparison
-from scheduler.functions.equations import operations_by_primitive
+from scheduler.functions.equations import replacing_operations
 from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
@@ -118,6 +118,57 @@ def test_a_transpose_before_or_after_a_product_is_no_copy(way):
         assert text == str(MATMUL.problem(m=9, n=7, k=5, dtype="float32", transpose_a=True))
     compiled = fast.decisions[0].compiled.as_text()
     assert " transpose(" not in compiled.split("ENTRY")[1]
+
+
+def experts(params, x):
+    """A layer of experts as users write it: the two best experts of each token, one group of rows for each expert."""
+    scores, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+    order = jnp.argsort(chosen.ravel())
+    rows, sizes = x[order // 2], jnp.bincount(chosen.ravel(), length=params["gate"].shape[0])
+    gate, up = (lax.ragged_dot(rows, params[name], sizes) for name in ("gate", "up"))
+    out = lax.ragged_dot(jax.nn.silu(gate) * up, params["down"], sizes)
+    out = jnp.zeros_like(out).at[order].set(out).reshape(*chosen.shape, -1)
+    return jnp.einsum("tcd,tc->td", out, scores)
+
+
+def experts_params(count=4, d=12, f=20):
+    shapes = {"router": (d, count), "gate": (count, d, f), "up": (count, d, f), "down": (count, f, d)}
+    return {name: normal(*shape, seed=i) * 0.3 for i, (name, shape) in enumerate(shapes.items())}
+
+
+def test_a_layer_of_experts_and_its_gradient_get_grouped_products():
+    x, params = normal(33, 12), experts_params()
+    forward = {"rows=66 groups=4 k=12 n=20 dtype=float32", "rows=66 groups=4 k=20 n=12 dtype=float32"}
+    fast = scheduler.optimize(experts, **ON_CPU)
+    close(fast(params, x), jax.jit(experts)(params, x))
+    (decided,) = fast.decisions
+    assert {str(each.problem) for each in decided.replaced if each.operation == "ragged_dot"} == forward
+
+    step = jax.value_and_grad(lambda params, x: (experts(params, x) ** 2).mean())
+    fast = scheduler.optimize(step, **ON_CPU)
+    close(fast(params, x), jax.jit(step)(params, x))
+    (decided,) = fast.decisions
+    grouped = {
+        name: {str(each.problem) for each in decided.replaced if each.operation == name}
+        for name in ("ragged_dot", "ragged_dot_weights")
+    }
+    backward = {"rows=66 groups=4 k=12 n=20 dtype=float32 transpose_rhs=True"}
+    assert forward | backward <= grouped["ragged_dot"]
+    assert grouped["ragged_dot_weights"] == forward
+    assert not decided.left
+    counted = {f"{row.operation.name} {row.problem}": row.count for row in fast.problems(params, x).tuned}
+    assert counted["ragged_dot_weights rows=66 groups=4 k=12 n=20 dtype=float32"] == 2
+
+
+def test_a_grouped_product_with_a_batch_is_left_to_xla_with_a_reason():
+    def f(x, w, sizes):
+        return jax.vmap(lax.ragged_dot)(x, w, sizes)
+
+    fast = scheduler.optimize(f, **ON_CPU)
+    args = normal(2, 8, 4), normal(2, 3, 4, 5), jnp.ones((2, 3), jnp.int32)
+    close(fast(*args), f(*args))
+    (decided,) = fast.decisions
+    assert any("group_sizes (2, 3) are not [rows, k] and [groups]" in reason for reason in decided.left)
 
 
 def test_where_nothing_answers_but_xla_nothing_is_compiled_or_timed():
@@ -294,10 +345,12 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
 
 def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
     fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
-    operations = [operation.name for operation in operations_by_primitive().values()]
+    operations = [operation.name for operation in replacing_operations()]
     asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
+        "ragged_dot": {"xla"},
+        "ragged_dot_weights": {"xla"},
         "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
         "flash_attention_backward": {"xla"},
     }

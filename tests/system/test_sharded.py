@@ -20,6 +20,14 @@ from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.ragged_dot import (
+    GATED_RAGGED_DOT,
+    RAGGED_DOT,
+    RAGGED_DOT_WEIGHTS,
+    GatedRaggedDotProblem,
+    RaggedDotProblem,
+    RaggedDotWeightsProblem,
+)
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 from search_spaces.sharding import divide
@@ -37,6 +45,10 @@ PROBLEMS = [
     (MATMUL, MatmulProblem(64, 48, 32, dtype="int8", out_dtype="bfloat16")),
     (GATED_MATMUL, GatedMatmulProblem(64, 48, 32, pair=True, bias="bfloat16")),
     (GATED_MATMUL, GatedMatmulProblem(64, 48, 32, transpose_w=True)),
+    (RAGGED_DOT, RaggedDotProblem(64, 8, 32, 48)),
+    (RAGGED_DOT, RaggedDotProblem(64, 8, 32, 48, transpose_rhs=True, out_dtype="float32")),
+    (GATED_RAGGED_DOT, GatedRaggedDotProblem(64, 8, 32, 48)),
+    (RAGGED_DOT_WEIGHTS, RaggedDotWeightsProblem(64, 8, 32, 48)),
     (SCALED_MATMUL, ScaledMatmulProblem(64, 256, 256)),
     (SCALED_MATMUL, ScaledMatmulProblem(64, 48, 256, transpose_b=True, a_scales="rows", b_scales="rows")),
     (RMS_NORM, RmsNormProblem(24, 64)),
