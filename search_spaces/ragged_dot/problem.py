@@ -232,12 +232,6 @@ class RaggedDotProblem(GroupedProblem):
     def result(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
-    @property
-    def bytes_moved(self) -> float:
-        """Counts the matrices of groups with rows only."""
-        lhs, rhs, boundaries = map(nbytes, self.operands())
-        return lhs + rhs * self.touched / self.groups + boundaries + float(nbytes(self.result()))
-
     def reference(self, *args: jax.Array) -> jax.Array:
         lhs, rhs, boundaries = args
         return by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
