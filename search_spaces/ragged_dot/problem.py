@@ -21,7 +21,6 @@ from search_spaces import checking
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
 from search_spaces.problem import Problem, T, Tolerance, nbytes, scaled
-from search_spaces.space import cdiv
 
 DTYPES = ("bfloat16", "float16", "float32")
 RESULTS = ("bfloat16", "float16", "float32")
@@ -400,7 +399,7 @@ def blocks(boundaries: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.
     groups = boundaries.shape[0] - 1
     counts = (jnp.diff(boundaries) + BLOCK - 1) // BLOCK
     ends = jnp.cumsum(counts)
-    block = jnp.arange(cdiv(rows, BLOCK) + groups)
+    block = jnp.arange(-(-rows // BLOCK) + groups)
     group = jnp.searchsorted(ends, block, side="right")
     inside = jnp.minimum(group, groups - 1)
     first = boundaries[inside] + (block - (ends - counts)[inside]) * BLOCK
