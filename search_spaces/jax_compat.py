@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -167,6 +168,18 @@ def store_run(ref: Any, start: Any, value: jax.Array) -> None:
         store(run, value.reshape(-1))
     else:
         store(run.reshape(value.shape), value)
+
+
+def jax_gpu_kernels_missing() -> str | None:
+    """Returns why JAX's own Pallas kernels for GPUs cannot be imported; None if they can."""
+    # They import JAX's utilities for tests, which import absl.
+    return None if importlib.util.find_spec("absl") else "is part of JAX's own kernels, which need absl-py"
+
+
+@functools.cache
+def jax_gpu_kernel(name: str) -> Any:
+    """Returns a module of JAX's own Pallas kernels for GPUs: "ragged_dot_mgpu"."""
+    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
 
 
 def writing_over(run: Callable[..., Any]) -> Any:

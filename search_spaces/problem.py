@@ -274,6 +274,22 @@ class Problem(abc.ABC):
         with checking.compile_turn():
             return tuple(_operand(key, s) for key, s in each)
 
+    def variants(self, operands: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        """Returns operands that differ in values which determine the amount of work, such as the sizes of groups.
+
+        A candidate is verified and timed with each variant, and its time is the mean. A variant shares with `operands`
+        all arrays but those that it replaces, by NumPy arrays. Default: only `operands`.
+
+        Args:
+          operands: arrays, or their shapes.
+        """
+        return (tuple(operands),)
+
+    @property
+    def variant_count(self) -> int:
+        """Number of `variants`."""
+        return len(self.variants(self.operands()))
+
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
         """Returns the problem whose results are these rows of this one's, and a function that takes its operands.
 

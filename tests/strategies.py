@@ -33,6 +33,7 @@ _measurements = st.builds(
     samples_s=st.lists(_times, max_size=3).map(tuple),
     clock=st.sampled_from(["cupti", "wall"]),
     l2=st.sampled_from(["cold", "warm"]),
+    worst_s=st.none() | _times,
 )
 _failures = st.builds(Failure, st.sampled_from(typing.get_args(Stage)), st.text())
 _entries = st.builds(Entry, _names, _counts, _schedules, _measurements, _times)

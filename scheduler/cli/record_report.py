@@ -43,6 +43,8 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
         "l2": entry.measurement.l2,
         "predicted_s": entry.predicted_s,
     }
+    if entry.measurement.worst_s is not None:
+        values["worst_s"] = entry.measurement.worst_s
     if problem is not None and problem.flops:
         values["flops_per_s"] = problem.flops / entry.measurement.median_s
     if problem is not None and hardware is not None:
@@ -127,6 +129,7 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None, 
         "": names,
         "backend": [entry.backend for entry in record.entries],
         "estimated" if record.estimated else "time": [seconds_text(e.measurement.median_s) for e in record.entries],
+        "worst": [seconds_text(e.measurement.worst_s) if e.measurement.worst_s else "" for e in record.entries],
         "ratio": ["", *(ratio_text(standing(record, entry).ratio) for entry in record.entries[1:])],
         "spread": [seconds_text(entry.measurement.spread_s) for entry in record.entries],
         rate: [digits(each / scale) if each else "" for each in rates],

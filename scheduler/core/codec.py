@@ -17,6 +17,7 @@ from scheduler.core.records import (
     Failure,
     Key,
     Measurement,
+    Outcome,
     Record,
     Stage,
     Sweep,
@@ -213,7 +214,7 @@ def record_to_text(record: Record) -> str:
                     "version": entry.version,
                     "schedule": _sorted(entry.schedule),
                     "predicted_s": entry.predicted_s,
-                    "measurement": vars(entry.measurement),
+                    "measurement": _outcome(entry.measurement),
                 }
                 | _given(fingerprint=entry.fingerprint)
                 for entry in record.entries
@@ -259,7 +260,7 @@ def trial_to_text(trial: Trial) -> str:
             "predicted_s": trial.predicted_s,
         }
         | _given(fingerprint=trial.fingerprint)
-        | {"failure" if isinstance(outcome, Failure) else "measurement": vars(outcome)},
+        | {"failure" if isinstance(outcome, Failure) else "measurement": _outcome(outcome)},
         _trial,
     )
 
@@ -319,6 +320,11 @@ def calibration_from_text(line: str) -> Calibration:
 def _given(**texts: str) -> dict[str, str]:
     """Returns the items with a nonempty text."""
     return {name: value for name, value in texts.items() if value}
+
+
+def _outcome(outcome: Outcome) -> dict[str, object]:
+    """Returns the fields of a measurement or a failure, without a worst time if there is none."""
+    return {name: value for name, value in vars(outcome).items() if name != "worst_s" or value is not None}
 
 
 def _sorted(values: Mapping[str, T]) -> dict[str, T]:
@@ -393,7 +399,8 @@ BY_NAME: Mapping[str, Check[Any]] = {
     "outcome": made_already,
     "brief": Scalar("true or false", lambda value: value if isinstance(value, bool) else None),
 }
-_ENTRIES = list_of(maker(Entry, BY_NAME, optional=("fingerprint",)))
+_MEASUREMENT = maker(Measurement, BY_NAME, optional=("worst_s",))
+_ENTRIES = list_of(maker(Entry, {**BY_NAME, "measurement": _MEASUREMENT}, optional=("fingerprint",)))
 _KEY = maker(Key, BY_NAME)
 _RECORD = maker(
     Record,
@@ -403,7 +410,7 @@ _RECORD = maker(
 _TRIAL = maker(Trial, BY_NAME, optional=("fingerprint",))
 _SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))
 _CALIBRATION = maker(Calibration, BY_NAME, optional=("observations", "variants"))
-_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": maker(Measurement, BY_NAME)}
+_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": _MEASUREMENT}
 
 
 def _record(value: object) -> Record:

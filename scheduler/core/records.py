@@ -96,12 +96,15 @@ class Measurement:
       clock: "cupti" is time on the device; "wall" includes the launch; "static" is not measured but estimated in cycles
         by the compiler of the chip.
       l2: whether operands came from memory ("cold": buffers rotated) or may have been in the cache ("warm").
+      worst_s: median of the slowest variant of the operands (`Problem.variants`), if there are several; each sample is
+        then the mean over the variants.
     """
 
     median_s: float
     samples_s: tuple[float, ...]
     clock: Clock
     l2: L2
+    worst_s: float | None = None
 
     @property
     def estimated(self) -> bool:

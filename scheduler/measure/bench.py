@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -24,7 +26,7 @@ from scheduler.measure.buffers import (
 )
 from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.protocol import Step
-from scheduler.measure.verification import Rows, compared_elements, start_comparison
+from scheduler.measure.verification import Rows, compared_elements, identical, start_comparison
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
 from search_spaces import checking
@@ -32,6 +34,7 @@ from search_spaces.configuration import measurements
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, Tolerance
+from search_spaces.space import cdiv
 
 # A candidate this many times slower than the fastest one so far is timed with fewer repetitions.
 SLOW = 1.5
@@ -96,15 +99,15 @@ class Bench:
         timer.attach(self._clock)
         self._checks: dict[Problem, Checks] = {}
         self._special = False  # whether the programs that alter operands are compiled
-        self._draw: Draw
-        self._sets: list[tuple[jax.Array, ...]] = []
-        self._unfilled: Callable[[], None] | None = None  # fills `_draw` and `_sets`
+        self._draws: list[Draw] = []  # one for each variant of the operands
+        self._sets: list[tuple[tuple[jax.Array, ...], ...]] = []  # the variants of each set of operands
+        self._unfilled: Callable[[], None] | None = None  # fills `_draws` and `_sets`
         # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
         # there.
         bounded = self._l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
         self._min_plausible_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
-        self._results: collections.deque[Results] = collections.deque()
+        self._results: collections.deque[tuple[int, Results]] = collections.deque()  # each with its variant
         self._candidates: dict[Point, Built] = {}
 
     def measure(
@@ -133,7 +136,7 @@ class Bench:
         self._prepare()
         with self._exclusive_device():
             self._fill()
-            if wrong := self._wrong(candidate, self._problem, self._draw):
+            if wrong := self._wrong_on_each(candidate, self._problem, self._draws):
                 return Failure("verify", wrong)
             self._candidates[point_of(backend, schedule)] = candidate
             return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
@@ -176,14 +179,16 @@ class Bench:
     def intact(self) -> bool:
         """Returns whether operands and reference are unmodified: a candidate may have written out of bounds."""
         self._prepare()
-        fresh = self._drawn(self._problem, self._seed)
+        inputs = self._operands(self._problem, self._seed)
         with self._exclusive_device():
             self._fill()
-            return all(
-                bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
-                for held in self._sets
-                for was, now in zip((*fresh.inputs, *fresh.expected), (*held, *self._draw.expected), strict=True)
-            )
+            for variant, operands in enumerate(self._problem.variants(inputs)):
+                fresh = self._draw_of(self._problem, operands)
+                for held in self._sets:
+                    was, now = (*fresh.inputs, *fresh.expected), (*held[variant], *self._draws[variant].expected)
+                    if not all(map(identical, was, now)):
+                        return False
+        return True
 
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
@@ -202,10 +207,25 @@ class Bench:
     def _wrong_on(self, candidate: Built, problem: Problem, seed: int, runs: int = 1) -> str | None:
         """Describes the first error of a candidate on newly drawn operands, which are not kept; None if it is correct.
 
-        The device lock is held throughout if the programs that check the problem are already compiled.
+        The calls are divided among the operands as drawn and their variants, if there are several. The device lock is
+        held throughout if the programs that check the problem are already compiled.
         """
         with self._exclusive_device() if problem in self._checks else contextlib.nullcontext():
-            return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
+            inputs = self._operands(problem, seed)
+            variants = problem.variants(inputs)
+            each = [inputs, *variants] if len(variants) > 1 else [inputs]
+            draws = (self._draw_of(problem, one) for one in each)
+            return self._wrong_on_each(candidate, problem, draws, cdiv(runs, len(each)))
+
+    def _wrong_on_each(self, candidate: Built, problem: Problem, draws: Iterable[Draw], runs: int = 1) -> str | None:
+        """Describes the first error of a candidate on several draws; None if it is correct."""
+        for number, draw in enumerate(draws):
+            if number:
+                self._announce("run")  # restarts the timeout: each draw gets the full limit
+            if wrong := self._wrong(candidate, problem, draw, runs):
+                return wrong
+            del draw  # frees its reference before the next one is computed
+        return None
 
     def _wrong_on_special(self, candidate: Built) -> str | None:
         """Describes the first error of a candidate on special operands; None if it is correct.
@@ -270,7 +290,7 @@ class Bench:
                 if wrong:
                     return wrong if call == 0 else f"in call {call + 1}, after {call} right ones, {wrong}"
         if problem == self._problem:
-            self._results.append(actual)
+            self._results.append((0, actual))
         return None
 
     def _start_comparison(
@@ -283,19 +303,25 @@ class Bench:
     def _time(self, candidate: Built, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
         """Times a candidate; fails if one of the last timed results is wrong."""
 
-        def call() -> Results:
+        def call(variant: int) -> Results:
             self._calls += 1
-            result = candidate.run(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
-            self._results.append(result)
+            operands = self._sets[self._calls % len(self._sets)][variant]
+            result = candidate.run(self._results.popleft()[1], *operands)
+            self._results.append((variant, result))
             return result
 
+        calls_of = [functools.partial(call, variant) for variant in range(len(self._draws))]
+
         def timed(repetitions: int, slow_s: float | None = None) -> Measurement:
-            return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
+            return timer.measure(*calls_of, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
+
+        def started(variant: int, results: Results) -> Callable[[], str | None]:
+            return self._start_comparison(candidate, self._problem, self._draws[variant], results)
 
         with self._exclusive_device():
             # Result buffers rotate like operands. A failed call consumes its donated buffer, so missing ones are added.
             while len(self._results) < rotating_results(self._problem, self._hardware, len(self._sets)):
-                self._results.append(self._checks[self._problem].poison())
+                self._results.append((0, self._checks[self._problem].poison()))
             before = self._calls
             try:
                 measured = timed(repetitions, slow_s)
@@ -303,8 +329,12 @@ class Bench:
                     measured = timed(REPEATS_BELOW_BOUND * repetitions)
                 calls = self._calls - before
                 last = list(self._results)[-min(calls, COMPARED_TIMES) :]
-                started = [self._start_comparison(candidate, self._problem, self._draw, actual) for actual in last]
-                wrong = next((found for ended in started if (found := ended())), None)
+                waiting = list(itertools.starmap(started, last))
+                wrong = next((found for ended in waiting if (found := ended())), None)
+                # These results are of the last variant, which is timed last.
+                for again in calls_of[:-1]:
+                    again()
+                    wrong = wrong or started(*self._results[-1])()
             except RuntimeError as error:
                 return Failure("time", first_line(error))
         if wrong:
@@ -349,11 +379,6 @@ class Bench:
         with checking.compile_in_turn(turn):
             yield
 
-    def _drawn(self, problem: Problem, seed: int) -> Draw:
-        inputs = self._operands(problem, seed)
-        with self._exclusive_device():
-            return self._draw_of(problem, inputs)
-
     def _operands(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
         """Draws operands, after compiling the programs that check the problem if that has not been done."""
         with self._preparing():
@@ -364,7 +389,9 @@ class Bench:
 
     def _draw_of(self, problem: Problem, inputs: tuple[jax.Array, ...]) -> Draw:
         checks = self._checks[problem]
-        return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
+        with self._exclusive_device():
+            inputs = tuple(map(jnp.asarray, inputs))
+            return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
     def _prepare(self) -> None:
         """Draws operands and compiles everything that `_fill` runs."""
@@ -374,11 +401,12 @@ class Bench:
         copies = buffers.copying(inputs) if self._l2 == "cold" else None
 
         def fill() -> None:
-            self._draw = self._draw_of(self._problem, inputs)
+            self._draws = [self._draw_of(self._problem, each) for each in self._problem.variants(inputs)]
             sets = [inputs]
             if copies is not None:
                 sets += [copies() for _ in range(rotating_sets(self._problem, self._hardware) - 1)]
-            self._sets = jax.block_until_ready(sets)
+            variants = [self._problem.variants(each) for each in sets]
+            self._sets = jax.block_until_ready(jax.tree.map(jnp.asarray, variants))
 
         self._unfilled = fill
 
@@ -400,8 +428,9 @@ def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[T
 
 
 def calls_to_confirm(problem: Problem) -> int:
-    """Returns how many times `Bench.confirm` calls a correct candidate, including the call on the neighbour."""
-    return _runs(problem) + len(problem.special()) + 1
+    """Returns how many times `Bench.confirm` calls a correct candidate, including the calls on the neighbour."""
+    draws = problem.variant_count + (problem.variant_count > 1)
+    return draws * cdiv(_runs(problem), draws) + len(problem.special()) + draws
 
 
 def _runs(problem: Problem) -> int:

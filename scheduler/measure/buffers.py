@@ -107,8 +107,9 @@ def least_buffer_bytes(problem: Problem) -> int:
 def needed_buffer_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     """Returns an upper estimate of the device memory that a bench of `problem` takes.
 
-    A bench holds its rotating operands, its results and a reference. While a finalist is confirmed, it also holds the
-    operands and the reference of a second draw, and temporarily random numbers and operands in float32. While XLA
+    A bench holds its rotating operands, its results, and a reference for each variant of the operands. While a finalist
+    is confirmed, it also holds the operands and the reference of a second draw, and temporarily random numbers and
+    operands in float32. While XLA
     autotunes a library program, the bench holds no results. XLA then allocates two results of its own, and its own
     operands, which take less memory than the second draw.
     """
@@ -121,7 +122,11 @@ def needed_buffer_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -
     each = [nbytes(x) for x in problem.results()]
     rotating = sum(map(_region, each)) + max(1, rotating_results(problem, hardware, sets) - 1) * result
     autotuned = 2 * sum(_region(size + REDZONE_BYTES) for size in each)
-    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + max(rotating, autotuned) + SCRATCH_BYTES
+    return (
+        round(FRAGMENTED * (sets * operands + drawn + (2 + problem.variant_count) * compared))
+        + max(rotating, autotuned)
+        + SCRATCH_BYTES
+    )
 
 
 def _region(size: int) -> int:

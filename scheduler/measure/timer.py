@@ -29,12 +29,13 @@ def attach(clock: Clock) -> None:
 
 
 def measure(
-    call: Callable[[], Any], *, repetitions: int, clock: Clock, l2: L2, slow_s: float | None = None
+    *calls: Callable[[], Any], repetitions: int, clock: Clock, l2: L2, slow_s: float | None = None
 ) -> Measurement:
     """Times `repetitions` calls of a compiled function, after a warm-up that also raises the clocks.
 
     Args:
-      call: runs the function once. It rotates through its operands, so that no call finds the previous call's operands.
+      calls: each runs the function once, with its own variant of the operands. It rotates through them, so that no call
+        finds the previous call's operands. Each sample is the mean over the variants.
       clock: "cupti" times kernels on the device and excludes launch overhead; "wall" times a blocking call.
       l2: the cache state that this rotation causes; stored in the result.
       slow_s: in seconds; if the median of the first few repetitions is above it, no more repetitions are made.
@@ -43,20 +44,29 @@ def measure(
       RuntimeError: the device clock reported no kernel, or different kernels for different calls.
     """
     started = time.perf_counter()
-    calls = 0
-    while calls < WARM_UP_CALLS or time.perf_counter() - started < WARM_UP_S:
-        jax.block_until_ready(call())
-        calls += 1
-    samples = _sample(call, repetitions if slow_s is None else min(FIRST_REPETITIONS, repetitions), clock)
-    if slow_s is not None and len(samples) < repetitions and statistics.median(samples) <= slow_s:
-        samples += _sample(call, repetitions - len(samples), clock)
-    return Measurement(statistics.median(samples), tuple(samples), clock, l2)
+    warm_up = 0
+    while warm_up < WARM_UP_CALLS * len(calls) or time.perf_counter() - started < WARM_UP_S:
+        jax.block_until_ready(calls[warm_up % len(calls)]())
+        warm_up += 1
+    first = repetitions if slow_s is None else min(FIRST_REPETITIONS, repetitions)
+    each = [_sample(call, first, clock) for call in calls]
+    if slow_s is not None and first < repetitions and statistics.median(_means(each)) <= slow_s:
+        each = [samples + _sample(call, repetitions - first, clock) for samples, call in zip(each, calls, strict=True)]
+    samples, worst_s = _means(each), max(map(statistics.median, each)) if len(each) > 1 else None
+    return Measurement(statistics.median(samples), tuple(samples), clock, l2, worst_s)
+
+
+def _means(each: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the mean over variants of each repetition."""
+    return [sum(samples) / len(samples) for samples in zip(*each, strict=True)]
 
 
 def join(parts: Sequence[Measurement]) -> Measurement:
     """Joins several measurements of the same schedule, such as interleaved rounds, into one."""
     samples = tuple(sample for part in parts for sample in part.samples_s)
-    return Measurement(statistics.median(samples), samples, parts[0].clock, parts[0].l2)
+    worst = [part.worst_s for part in parts if part.worst_s is not None]
+    worst_s = statistics.median(worst) if worst else None
+    return Measurement(statistics.median(samples), samples, parts[0].clock, parts[0].l2, worst_s)
 
 
 def _sample(call: Callable[[], Any], repetitions: int, clock: Clock) -> list[float]:

@@ -58,6 +58,11 @@ def compared_elements(problem: Problem) -> int:
     return count
 
 
+def identical(was: jax.Array, now: jax.Array) -> bool:
+    """Returns whether two arrays have the same elements; NaN equals NaN."""
+    return bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
+
+
 def comparisons(
     problem: Problem, expected: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: Rows | None = None
 ) -> tuple[Any, ...]:

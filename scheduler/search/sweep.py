@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import random
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Environment, Failure, Measurement, Outcome, Sweep, Trial, point_of, schedule_to_text
-from scheduler.measure import replay
+from scheduler.measure import replay, timer
 from scheduler.measure.buffers import timing_conditions
 from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
@@ -160,10 +159,7 @@ def _measured_again(
                         failed[i] = failure
 
     def outcome(i: int) -> Outcome:
-        if i in failed:
-            return failed[i]
-        taken = tuple(sample for measured in samples[i] for sample in measured.samples_s)
-        return dataclasses.replace(samples[i][0], median_s=statistics.median(taken), samples_s=taken)
+        return failed[i] if i in failed else timer.join(samples[i])
 
     return [dataclasses.replace(trial, outcome=outcome(i)) for i, trial in enumerate(trials)]
 

@@ -317,10 +317,10 @@ class _Tuning:
                 self.runner.hardware,
                 backends=allowed,
                 budget=self.budget - 1,
-                calls=1 + timer.WARM_UP_CALLS + self.repetitions,
+                calls=problem.variant_count * (1 + timer.WARM_UP_CALLS + self.repetitions),
                 finalists=FINALISTS,
                 calls_of_finalist=calls_to_confirm(problem)
-                + FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
+                + problem.variant_count * FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
             )
 
         if (wanted_s := estimate_s(self.problem)) <= LONGEST_INTERPRETED_S:

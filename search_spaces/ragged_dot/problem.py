@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from search_spaces import checking
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
-from search_spaces.problem import Problem, Tolerance, nbytes
+from search_spaces.problem import Problem, T, Tolerance, nbytes, scaled
 
 DTYPES = ("bfloat16", "float16", "float32")
 RESULTS = ("bfloat16", "float16", "float32")
@@ -32,10 +32,18 @@ BLOCK = 128
 
 # Equal sizes; sizes in proportion to 1/2, 1/3, 1/4, ... (the tables of most benchmarks); every other group empty.
 DISTRIBUTIONS = ("balanced", "skewed", "half_empty")
+# Between recorded sizes: "256+0+128".
+PLUS = "+"
 
 
 def group_sizes(distribution: str, rows: int, groups: int) -> npt.NDArray[np.int32]:
-    """Returns the sizes of groups in a distribution of `DISTRIBUTIONS`; they add up to `rows`."""
+    """Returns the sizes of groups in a distribution of `DISTRIBUTIONS`, which add up to `rows`, or recorded sizes.
+
+    Raises:
+      ValueError: `distribution` is neither; or the recorded sizes are not `groups` sizes of at most `rows` in all.
+    """
+    if distribution not in DISTRIBUTIONS:
+        return _recorded_sizes(distribution, rows, groups)
     weights = {
         "balanced": np.ones(groups),
         "skewed": 1.0 / (np.arange(groups) + 2),
@@ -43,6 +51,20 @@ def group_sizes(distribution: str, rows: int, groups: int) -> npt.NDArray[np.int
     }[distribution]
     ends = np.round(np.cumsum(weights) / np.sum(weights) * rows).astype(np.int32)
     return np.diff(ends, prepend=np.int32(0)).astype(np.int32)
+
+
+def _recorded_sizes(text: str, rows: int, groups: int) -> npt.NDArray[np.int32]:
+    try:
+        sizes = [int(size) for size in text.split(PLUS)]
+    except ValueError:
+        names = ", ".join(DISTRIBUTIONS)
+        raise ValueError(f"distribution={text!r} is not one of {names}, and not sizes of groups, 256+0+128") from None
+    if len(sizes) != groups or min(sizes) < 0 or not 0 < sum(sizes) <= rows:
+        raise ValueError(
+            f"distribution has {len(sizes)} sizes, the least {min(sizes)}, of {sum(sizes)} rows in all: {groups} sizes "
+            f"from 0 on and 1 to {rows} rows in all are needed"
+        )
+    return np.array(sizes, np.int32)
 
 
 def boundaries_of(sizes: npt.ArrayLike) -> npt.NDArray[np.int32]:
@@ -59,6 +81,8 @@ def random_boundaries(seed: int, rows: int, groups: int) -> npt.NDArray[np.int32
 # ------------------------------------------------------------------------------
 # The problems.
 
+G = TypeVar("G", bound="GroupedProblem")
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedProblem(Problem):
@@ -70,6 +94,8 @@ class GroupedProblem(Problem):
       k, n: extents of a group's matrix.
       dtype: of the operands.
       out_dtype: of the result; "" means `dtype`.
+      distribution: the sizes of groups for which schedules are timed: one of `DISTRIBUTIONS`, or recorded sizes,
+        256+0+128; "" means all of `DISTRIBUTIONS`.
     """
 
     rows: int
@@ -78,6 +104,7 @@ class GroupedProblem(Problem):
     n: int
     dtype: str = "bfloat16"
     out_dtype: str = ""
+    distribution: str = ""
 
     def __post_init__(self) -> None:
         self._spell_dtypes()
@@ -88,6 +115,7 @@ class GroupedProblem(Problem):
         self._require("out_dtype", ("", *RESULTS))
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
+        self.draws()
         super().__post_init__()
 
     @property
@@ -101,7 +129,12 @@ class GroupedProblem(Problem):
 
     def draws(self) -> tuple[npt.NDArray[np.int32], ...]:
         """Returns the boundaries for which schedules are timed; a schedule's time is their mean."""
-        return tuple(boundaries_of(group_sizes(each, self.rows, self.groups)) for each in DISTRIBUTIONS)
+        each = (self.distribution,) if self.distribution else DISTRIBUTIONS
+        return tuple(boundaries_of(group_sizes(one, self.rows, self.groups)) for one in each)
+
+    def variants(self, operands: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        """Returns the operands with the boundaries of each of `draws`."""
+        return tuple((*operands[:-1], cast("T", boundaries)) for boundaries in self.draws())
 
     @property
     def touched(self) -> float:
@@ -109,13 +142,27 @@ class GroupedProblem(Problem):
         return float(np.mean([np.count_nonzero(np.diff(each)) for each in self.draws()]))
 
     @property
+    def used_rows(self) -> float:
+        """Returns the mean number of rows in groups, over `draws`."""
+        return float(np.mean([each[-1] - each[0] for each in self.draws()]))
+
+    @property
     def flops(self) -> float:
-        return 2.0 * self.rows * self.k * self.n
+        """Floating-point operations of the rows in groups, in the mean over `draws`."""
+        return 2.0 * self.used_rows * self.k * self.n
+
+    @property
+    def bytes_moved(self) -> float:
+        """Traffic of the rows in groups and of the matrices of groups with rows, in the mean over `draws`."""
+        shares = {2: self.used_rows / self.rows, 3: self.touched / self.groups}
+        read = sum(nbytes(s) * shares.get(len(s.shape), 1.0) for s in self.operands())
+        return read + sum(map(nbytes, self.results()))
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Draws standard normal operands, and the boundaries of one distribution after the other by `seed`."""
+        """Draws standard normal operands, and boundaries at any row; for seed 0, the first of `draws`."""
         *operands, _ = super().inputs(seed)
-        return *operands, jnp.asarray(self.draws()[seed % len(self.draws())])
+        drawn = random_boundaries(seed, self.rows, self.groups) if seed else self.draws()[0]
+        return *operands, jnp.asarray(drawn)
 
     def special(self) -> tuple[str, ...]:
         kinds = checking.kinds_of([jnp.dtype(self.dtype)])
@@ -129,6 +176,11 @@ class GroupedProblem(Problem):
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return (in_proportion(self.tolerance(), 4 * self._summed**0.5),)
+
+    def resized(self: G, rows: int, k: int, n: int) -> G:
+        """Returns this problem with other extents; recorded sizes are replaced by all of `DISTRIBUTIONS`."""
+        kept = self.distribution if self.distribution in DISTRIBUTIONS else ""
+        return dataclasses.replace(self, rows=rows, k=k, n=n, distribution=kept)
 
     @property
     def _summed(self) -> int:
@@ -179,19 +231,13 @@ class RaggedDotProblem(GroupedProblem):
     def result(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
-    @property
-    def bytes_moved(self) -> float:
-        """Counts the matrices of groups with rows only."""
-        lhs, rhs, boundaries = map(nbytes, self.operands())
-        return lhs + rhs * self.touched / self.groups + boundaries + float(nbytes(self.result()))
-
     def reference(self, *args: jax.Array) -> jax.Array:
         lhs, rhs, boundaries = args
         return by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
 
     def neighbour(self) -> RaggedDotProblem | None:
         below = self.product.neighbour()
-        return None if below is None else dataclasses.replace(self, rows=below.m, n=below.n, k=below.k)
+        return None if below is None else self.resized(below.m, below.k, below.n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +280,14 @@ class GatedRaggedDotProblem(GroupedProblem):
     def one(self) -> RaggedDotProblem:
         """The product of one of both factors."""
         return RaggedDotProblem(
-            self.rows, self.groups, self.k, self.n, self.dtype, self.out_dtype, transpose_rhs=self.transpose_rhs
+            self.rows,
+            self.groups,
+            self.k,
+            self.n,
+            self.dtype,
+            self.out_dtype,
+            self.distribution,
+            transpose_rhs=self.transpose_rhs,
         )
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -253,11 +306,7 @@ class GatedRaggedDotProblem(GroupedProblem):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Scales `lhs` so that both products are standard normal."""
         lhs, *others = super().inputs(seed)
-        return lhs * jnp.asarray(self.k**-0.5, lhs.dtype), *others
-
-    @property
-    def bytes_moved(self) -> float:
-        return self.one.bytes_moved + nbytes(self.operands()[1]) * self.touched / self.groups
+        return scaled(lhs, self.k**-0.5), *others
 
     @property
     def flops(self) -> float:
@@ -265,7 +314,7 @@ class GatedRaggedDotProblem(GroupedProblem):
 
     def neighbour(self) -> GatedRaggedDotProblem | None:
         below = self.one.neighbour()
-        return None if below is None else dataclasses.replace(self, rows=below.rows, n=below.n, k=below.k)
+        return None if below is None else self.resized(below.rows, below.k, below.n)
 
     def tolerance(self) -> Tolerance:
         """Returns the tolerance of a product of two factors that are standard normal, so at most 36."""
@@ -327,7 +376,7 @@ class RaggedDotWeightsProblem(GroupedProblem):
 
     def neighbour(self) -> RaggedDotWeightsProblem | None:
         below = self.product.neighbour()
-        return None if below is None else dataclasses.replace(self, rows=below.m, n=below.n, k=below.k)
+        return None if below is None else self.resized(below.m, below.k, below.n)
 
 
 def check(lhs: Any, boundaries: Any, groups: int) -> None:

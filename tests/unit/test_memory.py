@@ -95,7 +95,7 @@ def test_a_bench_of_a_large_result_keeps_a_small_reference_and_measures():
     problem = MatmulProblem(256, 64, 16, dtype="float32")
     bench = Bench(MATMUL, problem, CPU)
     assert isinstance(bench.measure("xla", {}, 2), Measurement)
-    assert bench._draw.expected[0].shape == (8, 64)
+    assert bench._draws[0].expected[0].shape == (8, 64)
     assert bench.confirm("xla", {}) is None
 
 
