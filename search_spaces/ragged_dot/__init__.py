@@ -21,6 +21,7 @@ from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
 from search_spaces.ragged_dot.hopper import MosaicGpuGatedRaggedDot, MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
+from search_spaces.ragged_dot.jax_kernels import JaxRaggedDot
 from search_spaces.ragged_dot.kernels import (
     InterpretGatedRaggedDot,
     InterpretRaggedDot,
@@ -36,6 +37,7 @@ from search_spaces.ragged_dot.problem import (
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
+from search_spaces.ragged_dot.tpu import MosaicTpuGatedRaggedDot, MosaicTpuRaggedDot, MosaicTpuRaggedDotWeights
 from search_spaces.sharding import Sharding
 
 # ------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def shard_weights(p: RaggedDotWeightsProblem) -> Sharding[RaggedDotWeightsProble
 RAGGED_DOT = Operation[RaggedDotProblem](
     name="ragged_dot",
     problem=RaggedDotProblem,
-    kernels=(MosaicGpuRaggedDot(), InterpretRaggedDot(), XlaRaggedDot()),
+    kernels=(MosaicGpuRaggedDot(), JaxRaggedDot(), MosaicTpuRaggedDot(), InterpretRaggedDot(), XlaRaggedDot()),
     jvp=jvp,
     transpose=transpose,
     batch=batch,
@@ -382,7 +384,7 @@ RAGGED_DOT = Operation[RaggedDotProblem](
 GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
     name="gated_ragged_dot",
     problem=GatedRaggedDotProblem,
-    kernels=(MosaicGpuGatedRaggedDot(), InterpretGatedRaggedDot(), XlaGatedRaggedDot()),
+    kernels=(MosaicGpuGatedRaggedDot(), MosaicTpuGatedRaggedDot(), InterpretGatedRaggedDot(), XlaGatedRaggedDot()),
     jvp=jvp_gated,
     batch=batch_gated,
     front_end=bind_gated,
@@ -392,7 +394,12 @@ GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
 RAGGED_DOT_WEIGHTS = Operation[RaggedDotWeightsProblem](
     name="ragged_dot_weights",
     problem=RaggedDotWeightsProblem,
-    kernels=(MosaicGpuRaggedDotWeights(), InterpretRaggedDotWeights(), XlaRaggedDotWeights()),
+    kernels=(
+        MosaicGpuRaggedDotWeights(),
+        MosaicTpuRaggedDotWeights(),
+        InterpretRaggedDotWeights(),
+        XlaRaggedDotWeights(),
+    ),
     jvp=jvp,
     transpose=transpose_weights,
     batch=batch_weights,
