@@ -180,7 +180,7 @@ class KScheduler(TileScheduler):
         """Returns the group of a work tile, by number, and the first element and the end of the group."""
         t, groups = self.plan.t, self.plan.p.batch
         place = lax.min(lax.div(self.cluster + number * self.clusters, int(t.grid_m * t.grid_n)), groups - 1)
-        return tuple(self.ranges[which * groups + place] for which in range(3))  # type: ignore[return-value]
+        return tuple(self.ranges[which * groups + place] for which in range(3))
 
     def steps_before(self, number: Any, first: Any = 0, before: Any = 0) -> Any:
         def add(number: Any, steps: Any) -> Any:
