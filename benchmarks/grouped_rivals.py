@@ -1,0 +1,216 @@
+"""Rivals of grouped products: JAX's and tokamax's kernels, verified and timed by one bench with ours.
+
+JAX's are those of `jax.experimental.pallas.ops.gpu`, by some configurations of their own loops. tokamax's are
+`tokamax.ragged_dot` and its derivatives, where tokamax is installed, by implementation and with its own choice of a
+configuration. Boundaries start at row 0 here. JAX's gradient of the matrices is right for finite operands only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces import Columns, Kernel, Operation, Space, Target, jax_compat
+from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT, RAGGED_DOT_WEIGHTS
+from search_spaces.ragged_dot.jax_kernels import JaxRaggedDot, JaxSchedule
+from search_spaces.ragged_dot.problem import RaggedDotProblem, RaggedDotWeightsProblem
+
+# Of JAX's loop: block_m, block_n, block_k, max_concurrent_steps, grid_block_n.
+FORWARD = (
+    (128, 128, 64, 4, 1),
+    (128, 128, 64, 4, 4),
+    (128, 192, 64, 4, 4),
+    (64, 192, 64, 5, 4),
+    (64, 128, 64, 6, 1),
+    (64, 64, 64, 6, 4),
+)
+WEIGHTS = (
+    (128, 128, 64, 4, 1),
+    (128, 128, 64, 4, 4),
+    (128, 128, 128, 2, 4),
+    (128, 64, 64, 5, 4),
+    (64, 128, 64, 5, 4),
+    (64, 64, 64, 6, 4),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A configuration of JAX's kernel: block_m, block_n, block_k, max_concurrent_steps, grid_block_n."""
+
+    config: tuple[int, ...]
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        return vars(JaxSchedule(*self.config))
+
+
+class JaxForward(Kernel[RaggedDotProblem, Config]):
+    backend = "jax"
+
+    def __init__(self) -> None:
+        self._kernel = JaxRaggedDot()
+
+    def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
+        return self._kernel.supports(problem, target) or _none_left(self.space(problem, target))
+
+    def space(self, problem: RaggedDotProblem, target: Target) -> Space[Config]:
+        whole = self._kernel.space(problem, target)
+        return Space(Config, {"config": tuple(each for each in FORWARD if not whole.broken(JaxSchedule(*each)))})
+
+    def footprint(self, problem: RaggedDotProblem, schedules: Columns, target: Target) -> None:
+        return None
+
+    def run(
+        self, problem: RaggedDotProblem, schedule: Config, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        return self._kernel.run(problem, JaxSchedule(*schedule.config), target, *args)
+
+
+class JaxWeights(Kernel[RaggedDotWeightsProblem, Config]):
+    backend = "jax"
+
+    def supports(self, problem: RaggedDotWeightsProblem, target: Target) -> str | None:
+        one = RaggedDotProblem(problem.rows, problem.groups, problem.k, problem.n, problem.dtype, problem.out_dtype)
+        return JaxRaggedDot().supports(one, target) or _none_left(self.space(problem, target))
+
+    def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[Config]:
+        p = problem
+        fits = tuple(each for each in WEIGHTS if p.k % each[0] == 0 and p.n % (each[1] * each[4]) == 0)
+        return Space(Config, {"config": fits})
+
+    def footprint(self, problem: RaggedDotWeightsProblem, schedules: Columns, target: Target) -> None:
+        return None
+
+    def run(
+        self, problem: RaggedDotWeightsProblem, schedule: Config, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        lhs, rhs, boundaries = args
+        theirs = jax_compat.jax_gpu_kernel("transposed_ragged_dot_mgpu")
+        # It asks the default device how many cores there are, which need not be the chip it is lowered for.
+        with mock.patch.object(theirs, "jax", _JaxOfCores(target.cores)):
+            found: jax.Array = theirs.transposed_ragged_dot(
+                lhs, rhs, group_sizes=jnp.diff(boundaries), **schedule.arguments
+            )
+        return found
+
+
+class _JaxOfCores(types.ModuleType):
+    """The module `jax` whose default device has this many cores."""
+
+    def __init__(self, cores: int) -> None:
+        super().__init__("jax")
+        self.devices = lambda: [types.SimpleNamespace(core_count=cores)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+
+def _none_left(space: Space[Any]) -> str | None:
+    return None if space.size else "has no configuration whose blocks divide this problem"
+
+
+# ------------------------------------------------------------------------------
+# tokamax.
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A name that `tokamax.ragged_dot` takes; it chooses the configuration."""
+
+    implementation: str
+
+
+class Tokamax(Kernel[Any, Implementation]):
+    """`tokamax.ragged_dot`, or its derivative by rows or by matrices."""
+
+    backend = "tokamax"
+
+    def supports(self, problem: Any, target: Target) -> str | None:
+        if target.platform != "cuda" or target.architecture != "sm_90":
+            return f"is timed on NVIDIA Hopper (sm_90), not on {target.kind} ({target.architecture})"
+        if problem.dtype == "float32" or problem.out_dtype:
+            return "is timed with 16-bit operands, and a result of their dtype"
+        try:
+            _tokamax()
+        except ImportError as error:
+            return f"needs tokamax (pip install tokamax): {error}"
+        return None
+
+    def space(self, problem: Any, target: Target) -> Space[Implementation]:
+        return Space(Implementation, {"implementation": ("mosaic", "triton")})
+
+    def footprint(self, problem: Any, schedules: Columns, target: Target) -> None:
+        return None
+
+    def run(self, problem: Any, schedule: Implementation, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        *operands, boundaries = args
+        sizes = jnp.diff(boundaries)
+
+        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            found: jax.Array = _tokamax().ragged_dot(
+                lhs, rhs, sizes, preferred_element_type=lhs.dtype, implementation=schedule.implementation
+            )
+            return found
+
+        lhs, rhs = operands
+        p, dtype = problem, lhs.dtype
+        if isinstance(p, RaggedDotWeightsProblem):
+            _, derivative = jax.vjp(lambda w: product(lhs, w), jnp.zeros((p.groups, p.k, p.n), dtype))
+            return derivative(rhs)[0]  # type: ignore[no-any-return]
+        if p.transpose_rhs:
+            _, derivative = jax.vjp(lambda x: product(x, rhs), jnp.zeros((p.rows, p.n), dtype))
+            return derivative(lhs)[0]  # type: ignore[no-any-return]
+        return product(lhs, rhs)
+
+
+class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the profiler `xprof`, which tokamax imports and these calls do not use, as empty modules."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "xprof" else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Empty(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock()
+
+
+def _tokamax() -> Any:
+    missing = "xprof" not in sys.modules and importlib.util.find_spec("xprof") is None
+    if missing and not any(isinstance(each, _Stub) for each in sys.meta_path):
+        sys.meta_path.append(_Stub())
+    return importlib.import_module("tokamax")
+
+
+# ------------------------------------------------------------------------------
+# Ours and the rivals as one operation: workers find each by its name in this module.
+
+
+def _with(operation: Operation[Any], rivals: Sequence[Kernel[Any, Any]]) -> Operation[Any]:
+    return Operation(f"{operation.name}_and_rivals", operation.problem, (*operation.kernels, *rivals))
+
+
+FORWARD_AND_RIVALS = _with(RAGGED_DOT, (JaxForward(), Tokamax()))
+WEIGHTS_AND_RIVALS = _with(RAGGED_DOT_WEIGHTS, (JaxWeights(), Tokamax()))
+GATED_AND_RIVALS = _with(GATED_RAGGED_DOT, ())
+RIVALS = ("jax", "tokamax")
