@@ -30,10 +30,10 @@ from search_spaces.ragged_dot.problem import RaggedDotProblem, RaggedDotWeightsP
 FORWARD = (
     (128, 128, 64, 4, 1),
     (128, 128, 64, 4, 4),
-    (128, 192, 64, 4, 4),
-    (64, 192, 64, 5, 4),
+    (128, 192, 64, 4, 1),
+    (64, 192, 64, 5, 1),
     (64, 128, 64, 6, 1),
-    (64, 64, 64, 6, 4),
+    (128, 64, 64, 6, 1),
 )
 WEIGHTS = (
     (128, 128, 64, 4, 1),
@@ -87,7 +87,7 @@ class JaxWeights(Kernel[RaggedDotWeightsProblem, Config]):
 
     def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[Config]:
         p = problem
-        fits = tuple(each for each in WEIGHTS if p.k % each[0] == 0 and p.n % (each[1] * each[4]) == 0)
+        fits = tuple(each for each in WEIGHTS if p.k % each[0] == 0 and p.n % each[1] == 0)
         return Space(Config, {"config": fits})
 
     def footprint(self, problem: RaggedDotWeightsProblem, schedules: Columns, target: Target) -> None:
