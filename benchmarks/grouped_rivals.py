@@ -75,7 +75,11 @@ class JaxForward(Kernel[RaggedDotProblem, Config]):
     def run(
         self, problem: RaggedDotProblem, schedule: Config, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
-        return self._kernel.run(problem, JaxSchedule(*schedule.config), target, *args)
+        lhs, rhs, boundaries = args
+        found: jax.Array = jax_compat.jax_gpu_kernel("ragged_dot_mgpu").ragged_dot(
+            lhs, rhs, group_sizes=jnp.diff(boundaries), transpose_rhs=problem.transpose_rhs, **schedule.arguments
+        )
+        return found
 
 
 class JaxWeights(Kernel[RaggedDotWeightsProblem, Config]):

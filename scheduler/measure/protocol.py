@@ -7,6 +7,7 @@ import json
 from typing import Any, Literal
 
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
+from search_spaces.space import as_choice
 from search_spaces.target import Target
 
 # The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
@@ -193,7 +194,6 @@ def decode(line: str | bytes) -> Message:
 
 
 def _typed(fields: dict[str, Any]) -> Any:
-    if _TYPE not in fields:
-        return fields
-    cls = _TYPES[fields.pop(_TYPE)]
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    # Sequences of messages and of schedules are tuples, which JSON does not have.
+    values = {name: as_choice(value) for name, value in fields.items()}
+    return _TYPES[values.pop(_TYPE)](**values) if _TYPE in values else values

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from samples import of_each_part, parts_without_any
 
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT, RAGGED_DOT_WEIGHTS
 from search_spaces.ragged_dot.problem import (
@@ -54,8 +56,8 @@ def test_every_part_of_the_space_has_schedules_among_the_problems(pool):
 @pytest.mark.parametrize(("operation", "problem"), EACH, ids=str)
 def test_a_hundred_random_size_vectors(pool, operation, problem):
     kernel = operation.kernel("mosaic_gpu")
-    points, _ = kernel.space(problem, pool.hardware.target).legal()
-    one = next(kernel.space(problem, pool.hardware.target).schedules(points))
+    first, *_ = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
+    one = kernel.space(problem, pool.hardware.target).decode(first.schedule)
     *operands, _ = problem.inputs(0)
     run = jax.jit(lambda *args: kernel.run(problem, one, pool.hardware.target, *args))
     reference, tolerance = jax.jit(problem.reference), problem.tolerance()

@@ -15,6 +15,7 @@ MESSAGES = [
     protocol.InitFailed("no device\nat all"),
     protocol.Request("measure", "m:OP", '{"n":8}', "xla", {}, 10, "cold", None, False),
     protocol.Request("again", "m:OP", "{}", "mosaic_gpu", {"m": 1, "swap": True, "by": "n"}, 3, "warm", 1e-6, True),
+    protocol.Request("measure", "m:OP", "{}", "mosaic_gpu", {"tiles": (64, (8, 16))}, 3, "warm", None, True),
     protocol.StepStarted("compile"),
     protocol.Answer(None),
     protocol.Answer(Measurement(0.1 + 0.2, (0.1, 1e-9), "cupti", "cold")),
