@@ -287,12 +287,8 @@ VISIT_LAUNCHES = 6
 MASK_OPERATIONS = 4
 
 
-def _mean_visits(p: GroupedProblem, tile_rows: Any, least: int) -> Any:
-    """Returns the mean number of visits for each of `tile_rows`.
-
-    Rows of no group are not counted: the boundaries for which schedules are timed leave none.
-    """
-    bounds = np.stack(p.draws())
+def _mean_visits(bounds: Any, tile_rows: Any, least: int) -> Any:
+    """Returns the number of visits for each of `tile_rows`, the mean over ``bounds[draw, group]``."""
     sizes, where = np.unique(np.asarray(tile_rows), return_inverse=True)
     means = np.array([np.mean(np.sum(per_group(bounds, size, least), axis=-1)) for size in sizes])
     return means[where]
@@ -316,8 +312,9 @@ def _forward_vmem_bytes(p: Forward, s: Any, factors: int) -> Any:
 def _forward_footprint(p: Forward, s: Columns, factors: Sequence[str]) -> Footprint:
     """Returns the footprint; a block is a visit, and each of the named factors has its weights and accumulators."""
     columns, steps = cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
-    visits = _mean_visits(p, s.tile_rows, least=0)
-    groups = np.mean([np.count_nonzero(np.diff(bounds)) for bounds in p.draws()])
+    bounds = np.stack(p.draws())
+    visits = _mean_visits(np.pad(bounds, ((0, 0), (1, 1)), constant_values=(0, p.rows)), s.tile_rows, least=0)
+    multiplied = _mean_visits(bounds, s.tile_rows, least=0) / visits
     itemsize, written = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
     part_n, part_k, results = p.n / columns, p.k / steps, s.tile_rows * s.tile_n
     tiles = cdiv(p.rows, s.tile_rows)
@@ -328,10 +325,10 @@ def _forward_footprint(p: Forward, s: Columns, factors: Sequence[str]) -> Footpr
     weights = [Operand(bytes=part_k * part_n * itemsize, axes=(0, 1), name=name) for name in factors]
     return Footprint(
         arithmetic=p.arithmetic,
-        grid=(columns, np.full(len(s), groups), visits / groups),
+        grid=(columns, np.full(len(s), p.touched), visits / p.touched),
         step=Phase(
             loads=(Operand(bytes=loaded * part_k * itemsize, axes=(1, 2), name="lhs"), *weights),
-            flops=2.0 * len(factors) * results * s.tile_k,
+            flops=2.0 * len(factors) * multiplied * results * s.tile_k,
         ),
         tile=Phase(
             fp32_ops=(MASK_OPERATIONS + len(factors) - 1) * results + ACTIVATION_OPERATIONS * exponentials,
@@ -342,7 +339,7 @@ def _forward_footprint(p: Forward, s: Columns, factors: Sequence[str]) -> Footpr
         onchip_limit_bytes=requested_bytes(s.vmem_limit_mib, needed),
         steps=steps,
         minor=2,
-        group=visits / groups,
+        group=visits / p.touched,
         axes=("n", "group", "rows"),
         launches=1 + VISIT_LAUNCHES,
     )
@@ -459,7 +456,7 @@ class MosaicTpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, RaggedTpuSchedul
         """Returns the footprint; a block is an output tile of a group, and its steps are the visits of the group."""
         p, s = problem, schedules
         rows, columns, tiles = cdiv(p.k, s.tile_k), cdiv(p.n, s.tile_n), cdiv(p.rows, s.tile_rows)
-        visits = _mean_visits(p, s.tile_rows, least=1)
+        visits = _mean_visits(np.stack(p.draws()), s.tile_rows, least=1)
         itemsize, results = jnp.dtype(p.dtype).itemsize, s.tile_k * s.tile_n
         part_k, part_n = p.k / rows, p.n / columns
         # Consecutive visits of a tile share its rows in VMEM.

@@ -223,9 +223,10 @@ def test_visits_are_the_tiles_of_each_group(rows, groups, tile_rows, least):
         assert list(zip(group[:count].tolist(), tile[:count].tolist(), strict=True)) == right
 
 
+@pytest.mark.parametrize("distribution", ["", "100+0+300+500"])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_a_footprint_counts_the_visits_of_the_boundaries_that_are_timed(kind):
-    problem = kind(4096, 24, 512, 1024)
+def test_a_footprint_counts_the_visits_of_the_boundaries_that_are_timed(kind, distribution):
+    problem = kind(2048, 4, 512, 640, distribution=distribution)
     for schedule in schedules(problem):
         footprint = kernel(problem).footprint(problem, Columns.of([schedule]), V6E.target)
         steps = np.prod([np.ravel(x)[0] for x in (*footprint.grid, footprint.steps)])
@@ -234,6 +235,7 @@ def test_a_footprint_counts_the_visits_of_the_boundaries_that_are_timed(kind):
         visits = [int(visits_of(x, problem.rows, schedule.tile_rows, least).count) for x in bounds]
         others = -(-problem.k // schedule.tile_k) * -(-problem.n // schedule.tile_n)
         assert steps == pytest.approx(np.mean(visits) * others)
+        assert float(np.ravel(footprint.step.flops)[0]) * steps >= problem.flops
 
 
 # ------------------------------------------------------------------------------
