@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     skipped = frozenset(filter(None, options.skip.split(",")))
     if unknown := skipped - {*OTHERS, MOE}:
         raise SystemExit(f"--skip {', '.join(sorted(unknown))}: there are {', '.join((*OTHERS, MOE))}")
-    store = Store(options.cache or default_url())
+    cache = options.cache or default_url()
+    store = Store(cache)
 
     with contextlib.closing(start_runner(RAGGED_DOT)) as runner:
         chosen = jobs.part(_chosen(runner.hardware, options.points), options.part)
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fresh = stack.enter_context(contextlib.closing(_fresh(skipped)))
         rows = measured(chosen, fresh, store, options, skipped, deadline)
     if MOE not in skipped and (not options.points or MOE in options.points.split(",")):
-        rows += grouped_moe.rows(store, hardware, options.budget, Kept(options.work / "moe.jsonl"), deadline)
+        rows += grouped_moe.rows(cache, hardware, options.budget, Kept(options.work / "moe.jsonl"), deadline)
     _write(options.out, rows)
     _print(rows, hardware)
     Console().print(figures := summary(rows))

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from harness import Kept
+from suite import search
 from whole_functions import distances, wall_times, worst
 
 import scheduler
 from scheduler.core.hardware import Hardware
+from scheduler.functions.problems import optimized_problems
+from scheduler.measure.pool import start_runner
+from scheduler.search import jobs
+from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.store import Store
+from search_spaces.ragged_dot import RAGGED_DOT
 
 FORWARD, BACKWARD = "moe forward", "moe backward"
 
@@ -71,34 +80,41 @@ def gradient(active: int, *args: jax.Array) -> Any:
     return jax.grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
-def rows(store: Store, hardware: Hardware, budget: int, kept: Kept, deadline: float) -> list[dict[str, Any]]:
-    """A row for the layer and one for its gradient, unless time is up."""
+def rows(cache: str, hardware: Hardware, budget: int, kept: Kept, deadline: float) -> list[dict[str, Any]]:
+    """A row for the layer and one for its gradient, unless time is up.
+
+    Args:
+      cache: path or URL of the cache to search in and to fill.
+    """
     of = REHEARSED if hardware.platform == "cpu" else LAYER
     found = []
     for name, function in ((FORWARD, layer), (BACKWARD, gradient)):
         conditions = {"point": name, "layer": str(of), "device": hardware.id, "jax": jax.__version__}
         row = kept.get(conditions)
         if row is None and time.perf_counter() < deadline:
-            row = kept.add(_row(name, of, functools.partial(function, of.active), store, budget), conditions)
+            row = kept.add(_row(name, of, functools.partial(function, of.active), cache, budget, deadline), conditions)
         if row is not None:
             found.append(row)
     return found
 
 
-def _row(name: str, of: Moe, written: Callable[..., Any], store: Store, budget: int) -> dict[str, Any]:
+def _row(name: str, of: Moe, written: Callable[..., Any], cache: str, budget: int, deadline: float) -> dict[str, Any]:
     args = of.arguments()
     began = time.perf_counter()
-    plan = scheduler.tune_function(written, *args, budget=budget, store=store)
-    with scheduler.plan(plan):
+    tasks = [jobs.Task(row.operation, row.problem, budget) for row in optimized_problems(written, args, {}).tuned]
+    with contextlib.closing(start_runner(RAGGED_DOT)) as runner:
+        search(tasks, runner, Store(cache), deadline)
+    # `optimize` reads the user's cache.
+    with mock.patch.dict(os.environ, {CACHE_VARIABLE: cache}):
         optimized = scheduler.optimize(written)
         jax.block_until_ready(optimized(*args))
-        took_s = time.perf_counter() - began
-        runs = {
-            "jit": functools.partial(jax.jit(written).lower(*args).compile(), *args),
-            "optimize": functools.partial(optimized, *args),
-        }
-        off = distances(written, args, {version: run() for version, run in runs.items()})
-        line = {"point": name, "layer": str(of), "deciding_s": took_s} | wall_times(runs, 1)
+    took_s = time.perf_counter() - began
+    runs = {
+        "jit": functools.partial(jax.jit(written).lower(*args).compile(), *args),
+        "optimize": functools.partial(optimized, *args),
+    }
+    off = distances(written, args, {version: run() for version, run in runs.items()})
+    line = {"point": name, "layer": str(of), "deciding_s": took_s} | wall_times(runs, 1)
     line["error_vs_jit"] = worst(off["optimize"], off["jit"])
     line["optimized"] = optimized.report()
     return line

@@ -14,7 +14,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -47,13 +47,17 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A configuration of JAX's kernel: block_m, block_n, block_k, max_concurrent_steps, grid_block_n."""
+    """A configuration of JAX's kernel, as text: block_m, block_n, block_k, max_concurrent_steps, grid_block_n."""
 
-    config: tuple[int, ...]
+    config: str
 
     @property
-    def arguments(self) -> dict[str, int]:
-        return vars(JaxSchedule(*self.config))
+    def schedule(self) -> JaxSchedule:
+        return JaxSchedule(*map(int, self.config.split()))
+
+
+def _configs(fitting: Iterable[tuple[int, ...]]) -> Space[Config]:
+    return Space(Config, {"config": tuple(" ".join(map(str, each)) for each in fitting)})
 
 
 class JaxForward(Kernel[RaggedDotProblem, Config]):
@@ -67,7 +71,7 @@ class JaxForward(Kernel[RaggedDotProblem, Config]):
 
     def space(self, problem: RaggedDotProblem, target: Target) -> Space[Config]:
         whole = self._kernel.space(problem, target)
-        return Space(Config, {"config": tuple(each for each in FORWARD if not whole.broken(JaxSchedule(*each)))})
+        return _configs(each for each in FORWARD if not whole.broken(JaxSchedule(*each)))
 
     def footprint(self, problem: RaggedDotProblem, schedules: Columns, target: Target) -> None:
         return None
@@ -77,7 +81,7 @@ class JaxForward(Kernel[RaggedDotProblem, Config]):
     ) -> jax.Array:
         lhs, rhs, boundaries = args
         found: jax.Array = jax_compat.jax_gpu_kernel("ragged_dot_mgpu").ragged_dot(
-            lhs, rhs, group_sizes=jnp.diff(boundaries), transpose_rhs=problem.transpose_rhs, **schedule.arguments
+            lhs, rhs, group_sizes=jnp.diff(boundaries), transpose_rhs=problem.transpose_rhs, **vars(schedule.schedule)
         )
         return found
 
@@ -91,8 +95,7 @@ class JaxWeights(Kernel[RaggedDotWeightsProblem, Config]):
 
     def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[Config]:
         p = problem
-        fits = tuple(each for each in WEIGHTS if p.k % each[0] == 0 and p.n % each[1] == 0)
-        return Space(Config, {"config": fits})
+        return _configs(each for each in WEIGHTS if p.k % each[0] == 0 and p.n % each[1] == 0)
 
     def footprint(self, problem: RaggedDotWeightsProblem, schedules: Columns, target: Target) -> None:
         return None
@@ -105,7 +108,7 @@ class JaxWeights(Kernel[RaggedDotWeightsProblem, Config]):
         # It asks the default device how many cores there are, which need not be the chip it is lowered for.
         with mock.patch.object(theirs, "jax", _JaxOfCores(target.cores)):
             found: jax.Array = theirs.transposed_ragged_dot(
-                lhs, rhs, group_sizes=jnp.diff(boundaries), **schedule.arguments
+                lhs, rhs, group_sizes=jnp.diff(boundaries), **vars(schedule.schedule)
             )
         return found
 
