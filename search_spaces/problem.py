@@ -198,6 +198,10 @@ class Problem(abc.ABC):
         arrays = (*self.operands(), *self.results())
         return float(sum(map(nbytes, arrays)))
 
+    def library_flops(self, platform: str) -> float:
+        """Returns the floating-point operations of XLA's implementation on a platform."""
+        return self.flops
+
     @property
     def library_bytes_moved(self) -> float:
         """Traffic of XLA's implementation in bytes, including intermediate arrays between its kernels."""

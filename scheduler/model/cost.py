@@ -274,7 +274,8 @@ class CostModel:
         h, c = self.hardware, self.in_force
         results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
         busy = results / (results + c.library_grain * h.cores) if results else 1.0
-        arithmetic = problem.flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
+        flops = problem.library_flops(h.platform)
+        arithmetic = flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
         hbm_rate = c.library_e_hbm * h.hbm_bytes_per_s
         overlapped = float(_norm(np.array([arithmetic, problem.bytes_moved / hbm_rate]), c.library_p))
         between = (problem.library_bytes_moved - problem.bytes_moved) / hbm_rate

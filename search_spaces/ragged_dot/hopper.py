@@ -312,6 +312,7 @@ class MosaicGpuRaggedDot(Kernel[RaggedDotProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H100
 
     def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
         return _unsupported(problem, target)
@@ -334,6 +335,7 @@ class MosaicGpuGatedRaggedDot(Kernel[GatedRaggedDotProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H100
 
     def supports(self, problem: GatedRaggedDotProblem, target: Target) -> str | None:
         return _unsupported(problem, target)
@@ -354,6 +356,7 @@ class MosaicGpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, HopperSchedule])
     backend = "mosaic_gpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H100
 
     def supports(self, problem: RaggedDotWeightsProblem, target: Target) -> str | None:
         return _unsupported(problem, target)

@@ -158,6 +158,19 @@ class GroupedProblem(Problem):
         read = sum(nbytes(s) * shares.get(len(s.shape), 1.0) for s in self.operands())
         return read + sum(map(nbytes, self.results()))
 
+    def library_flops(self, platform: str) -> float:
+        """Counts all rows for each matrix: XLA masks the rows of other groups (H100; it has kernels for TPUs only)."""
+        return self.flops * (1 if platform == "tpu" else self.groups)
+
+    def library_flops(self, platform: str) -> float:
+        """Counts all rows for each matrix: XLA masks the rows of other groups (H100; it has kernels for TPUs only)."""
+        return self.flops * (1 if platform == "tpu" else self.groups)
+
+    @property
+    def library_bytes_moved(self) -> float:
+        """Counts the matrices of all groups, even of those without rows."""
+        return float(sum(map(nbytes, (*self.operands(), *self.results()))))
+
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Draws standard normal operands, and boundaries at any row; for seed 0, the first of `draws`."""
         *operands, _ = super().inputs(seed)
