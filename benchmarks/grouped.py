@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.search:
         return
     with contextlib.ExitStack() as stack:
-        fresh = stack.enter_context(contextlib.closing(_fresh(skipped)))
+        fresh = stack.enter_context(contextlib.closing(_fresh(skipped, options.torch)))
         rows = measured(chosen, fresh, store, options, skipped, deadline)
     if MOE not in skipped and (not options.points or MOE in options.points.split(",")):
         rows += grouped_moe.rows(cache, hardware, options.budget, Kept(options.work / "moe.jsonl"), deadline)
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="only fill the cache")
     parser.add_argument("--points", default="", help=f"parts of names of points, with commas between them, or {MOE}")
     parser.add_argument("--skip", default="", help=f"what is not timed: {', '.join((*OTHERS, MOE))}")
+    parser.add_argument("--torch", default=sys.executable, help="a Python interpreter that has torch")
     parser.add_argument("--out", type=Path, help="a file for summary and rows, written after each point")
     return parser
 
@@ -151,8 +153,8 @@ def _has_dense(point: Point, skipped: frozenset[str]) -> bool:
 class WithTorch:
     """A runner that leaves candidates of the backend "torch" to a process of torch, and others to `fresh`."""
 
-    def __init__(self, fresh: Runner) -> None:
-        self._fresh, self._torch = fresh, TorchProcess()
+    def __init__(self, fresh: Runner, python: str) -> None:
+        self._fresh, self._torch = fresh, TorchProcess(python)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fresh, name)
@@ -173,14 +175,14 @@ class WithTorch:
         self._fresh.close()
 
 
-def _fresh(skipped: frozenset[str]) -> Any:
+def _fresh(skipped: frozenset[str], python: str) -> Any:
     """Returns the runner of the comparison; there is torch where it is installed and finds a GPU."""
     gpu = Gpu.wanted()
     if gpu is None:
         return InProcess()
-    if TORCH in skipped or not available():
+    if TORCH in skipped or not available(python):
         return FreshProcesses(gpu, 1)
-    return WithTorch(FreshProcesses(dataclasses.replace(gpu, free_bytes=gpu.free_bytes - MEMORY_BYTES), 1))
+    return WithTorch(FreshProcesses(dataclasses.replace(gpu, free_bytes=gpu.free_bytes - MEMORY_BYTES), 1), python)
 
 
 # ------------------------------------------------------------------------------

@@ -21,10 +21,14 @@ TORCH = "torch"
 
 
 class TorchProcess:
-    """A process that times `torch._grouped_mm`; operands of the last shape are kept."""
+    """A process that times `torch._grouped_mm`; operands of the last shape are kept.
 
-    def __init__(self) -> None:
-        command = [sys.executable, __file__]
+    Args:
+      python: an interpreter that has torch.
+    """
+
+    def __init__(self, python: str) -> None:
+        command = [python, __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def seconds(self, request: Mapping[str, Any]) -> list[float] | str:
@@ -47,10 +51,10 @@ class TorchProcess:
         self._process.wait()
 
 
-def available() -> bool:
+def available(python: str) -> bool:
     """Returns whether torch is installed and finds a GPU, without keeping a context on it."""
     code = "import torch, sys; sys.exit(not (torch.cuda.is_available() and hasattr(torch, '_grouped_mm')))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 # ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax import lax
 from search_spaces import checking
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
-from search_spaces.problem import Problem, T, Tolerance, nbytes, scaled
+from search_spaces.problem import Problem, T, TakeRows, Tolerance, nbytes, scaled
 
 DTYPES = ("bfloat16", "float16", "float32")
 RESULTS = ("bfloat16", "float16", "float32")
@@ -189,6 +189,14 @@ class GroupedProblem(Problem):
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return (in_proportion(self.tolerance(), 4 * self._summed**0.5),)
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            lhs, *matrices, boundaries = args
+            kept = jnp.searchsorted(jnp.asarray(rows), boundaries).astype(boundaries.dtype)
+            return jnp.take(lhs, rows, axis=0), *matrices, kept
+
+        return self.resized(len(rows), self.k, self.n), take
 
     def resized(self: G, rows: int, k: int, n: int) -> G:
         """Returns this problem with other extents; recorded sizes are replaced by all of `DISTRIBUTIONS`."""
@@ -372,6 +380,15 @@ class RaggedDotWeightsProblem(GroupedProblem):
     @property
     def _summed(self) -> int:
         return self.rows
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows]:
+        """Takes rows of each matrix, which are columns of `lhs`."""
+
+        def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            lhs, rhs, boundaries = args
+            return jnp.take(lhs, rows, axis=1), rhs, boundaries
+
+        return self.resized(self.rows, len(rows), self.n), take
 
     def reference(self, *args: jax.Array) -> jax.Array:
         """Adds blocks of rows of one group each, in float32."""

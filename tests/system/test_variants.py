@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operations import DoubleLibrary, DoubleProblem
+from rich.console import Console
 
+from scheduler.cli import record_report
 from scheduler.core import codec
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement
@@ -17,7 +19,14 @@ from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Kernel, Operation, Space
-from search_spaces.ragged_dot.problem import DISTRIBUTIONS, RaggedDotProblem, RaggedDotWeightsProblem, group_sizes
+from search_spaces.ragged_dot.problem import (
+    DISTRIBUTIONS,
+    GatedRaggedDotProblem,
+    RaggedDotProblem,
+    RaggedDotWeightsProblem,
+    group_sizes,
+    random_boundaries,
+)
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -106,6 +115,10 @@ def test_the_worst_variant_is_measured_and_kept(bench):
     assert record == stored
     assert record.winner.measurement.worst_s > 0
     assert codec.record_from_text(codec.record_to_text(record)) == record
+    assert record_report.entry_json(record.winner)["worst_s"] == record.winner.measurement.worst_s
+    with (console := Console(width=120)).capture() as shown:
+        console.print(*record_report.entries(record, None, None, 120))
+    assert "worst" in shown.get()
 
 
 def test_a_variant_shares_the_other_operands(bench):
@@ -142,6 +155,20 @@ def test_traffic_counts_rows_and_matrices_in_use():
     assert problem.bytes_moved == 2 * (48 * 8 + 2 * 8 * 16 + 64 * 16) + boundaries
     weights = RaggedDotWeightsProblem(64, 4, 8, 16, distribution="32+0+0+16")
     assert weights.bytes_moved == 2 * (48 * 8 + 48 * 16 + 4 * 8 * 16) + boundaries
+
+
+@pytest.mark.parametrize("kind", [RaggedDotProblem, GatedRaggedDotProblem, RaggedDotWeightsProblem])
+def test_the_reference_of_some_rows_is_that_of_all(kind):
+    problem = kind(60, 4, 20, 8, "float32")
+    *operands, _ = problem.inputs(0)
+    for seed in range(5):
+        args = *operands, jnp.asarray(random_boundaries(seed, 60, 4))
+        count = problem.result().shape[-2]
+        rows = np.sort(np.random.default_rng(seed).choice(count, 7, replace=False)).astype(np.int32)
+        below, take = problem.at_rows(rows)
+        np.testing.assert_allclose(
+            below.reference(*take(args)), jnp.take(problem.reference(*args), rows, axis=-2), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_each_distribution_has_all_rows():
