@@ -36,7 +36,12 @@ from search_spaces.matmul.hopper.space import space as of_matmul
 from search_spaces.matmul.hopper.tile_scheduler import TileScheduler, WorkTile
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.tiles import planar_snake
-from search_spaces.ragged_dot.problem import GatedRaggedDotProblem, RaggedDotProblem, RaggedDotWeightsProblem
+from search_spaces.ragged_dot.problem import (
+    GatedRaggedDotProblem,
+    GroupedProblem,
+    RaggedDotProblem,
+    RaggedDotWeightsProblem,
+)
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target
 
@@ -284,7 +289,7 @@ def _of_rows(p: RaggedDotProblem | GatedRaggedDotProblem) -> GroupedRows:
 ALIGNED = 8
 
 
-def _unsupported(p: RaggedDotProblem | GatedRaggedDotProblem | RaggedDotWeightsProblem, target: Target) -> str | None:
+def _unsupported(p: GroupedProblem, target: Target) -> str | None:
     if reason := not_hopper(target):
         return reason
     if p.dtype == "float32":
@@ -294,6 +299,11 @@ def _unsupported(p: RaggedDotProblem | GatedRaggedDotProblem | RaggedDotWeightsP
     if not HAS_UNTILED_SWIZZLE:
         return "needs a swizzled layout without tiles, which this version of JAX does not support"
     return None
+
+
+def _largest_indexed(p: GroupedProblem) -> int:
+    """Returns the elements of the largest array that threads index; only TMA, by group, accesses all matrices."""
+    return max(p.rows * p.k, p.rows * p.n, p.k * p.n)
 
 
 def run_rows(
@@ -316,6 +326,9 @@ class MosaicGpuRaggedDot(Kernel[RaggedDotProblem, HopperSchedule]):
 
     def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
         return _unsupported(problem, target)
+
+    def largest_array(self, problem: RaggedDotProblem) -> int:
+        return _largest_indexed(problem)
 
     def space(self, problem: RaggedDotProblem, target: Target) -> Space[HopperSchedule]:
         return rows_space(problem, target.cores)
@@ -340,6 +353,9 @@ class MosaicGpuGatedRaggedDot(Kernel[GatedRaggedDotProblem, HopperSchedule]):
     def supports(self, problem: GatedRaggedDotProblem, target: Target) -> str | None:
         return _unsupported(problem, target)
 
+    def largest_array(self, problem: GatedRaggedDotProblem) -> int:
+        return _largest_indexed(problem)
+
     def space(self, problem: GatedRaggedDotProblem, target: Target) -> Space[HopperSchedule]:
         return rows_space(problem, target.cores, factors=2)
 
@@ -360,6 +376,9 @@ class MosaicGpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, HopperSchedule])
 
     def supports(self, problem: RaggedDotWeightsProblem, target: Target) -> str | None:
         return _unsupported(problem, target)
+
+    def largest_array(self, problem: RaggedDotWeightsProblem) -> int:
+        return _largest_indexed(problem)
 
     def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[HopperSchedule]:
         return weights_space(problem, target.cores)

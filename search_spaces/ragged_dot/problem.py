@@ -162,10 +162,6 @@ class GroupedProblem(Problem):
         """Counts all rows for each matrix: XLA masks the rows of other groups (H100; it has kernels for TPUs only)."""
         return self.flops * (1 if platform == "tpu" else self.groups)
 
-    def library_flops(self, platform: str) -> float:
-        """Counts all rows for each matrix: XLA masks the rows of other groups (H100; it has kernels for TPUs only)."""
-        return self.flops * (1 if platform == "tpu" else self.groups)
-
     @property
     def library_bytes_moved(self) -> float:
         """Counts the matrices of all groups, even of those without rows."""

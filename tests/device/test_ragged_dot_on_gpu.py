@@ -67,3 +67,19 @@ def test_a_hundred_random_size_vectors(pool, operation, problem):
         np.testing.assert_allclose(
             found, wanted, atol=tolerance.absolute, rtol=tolerance.relative, err_msg=f"{one} {np.asarray(edges)}"
         )
+
+
+@pytest.mark.parametrize("operation", [RAGGED_DOT, RAGGED_DOT_WEIGHTS], ids=str)
+def test_more_elements_of_all_matrices_than_32_bit_indices_reach(pool, operation):
+    rows, groups, k, n = 2048, 160, 7168, 2048
+    problem = operation.problem(rows, groups, k, n)
+    assert groups * k * n > 2**31
+    first, *_ = prune(operation.kernel("mosaic_gpu"), problem, pool.hardware, CostModel(pool.hardware)).candidates()
+    one = operation.kernel("mosaic_gpu").space(problem, pool.hardware.target).decode(first.schedule)
+    lhs, rhs, _ = problem.inputs(0)
+    edges = jnp.asarray(np.r_[np.full(groups, 0), rows], jnp.int32)  # all rows are in the last group
+    out = operation.kernel("mosaic_gpu").run(problem, one, pool.hardware.target, lhs, rhs, edges)
+    found, other = (out, rhs[-1]) if operation is RAGGED_DOT else (out[-1], rhs)
+    wanted = jnp.dot(lhs if operation is RAGGED_DOT else lhs.T, other, preferred_element_type=jnp.float32)
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=tolerance.absolute, rtol=tolerance.relative)
