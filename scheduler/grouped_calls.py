@@ -53,6 +53,7 @@ def tuned_ragged_dot(
 
     Raises:
       TypeError: as in `jax.lax.ragged_dot`; also for a `group_offset` of another shape or dtype.
+      NotImplementedError: as in `jax.lax.ragged_dot`, for arrays on a mesh with explicit axes, outside of `shard_map`.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     options = (precision, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs))

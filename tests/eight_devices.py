@@ -263,6 +263,13 @@ def test_experts_are_divided_by_their_offset(gated):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-2)
 
 
+def test_a_grouped_product_on_explicit_axes_raises_the_error_of_jax():
+    w, _, sizes, _ = grouped(gated=False)
+    args = (jax.device_put(x, NamedSharding(EXPLICIT, P())) for x in (A, w, sizes))
+    with pytest.raises(NotImplementedError, match="specify out_sharding"):
+        tuned_ragged_dot(*args)
+
+
 def test_a_grouped_product_is_divided_by_columns_and_summed_over_a_divided_k():
     w, up, sizes, expected = grouped(gated=False)
     call = jax.jit(functools.partial(tuned_ragged_dot, backends="pallas"))

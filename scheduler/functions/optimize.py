@@ -63,8 +63,8 @@ def optimize(
 ) -> Optimized:
     """Returns `fn` jitted, with tuned kernels in place of its matmuls and attention where the whole function is faster.
 
-    Two kinds of equations become tuned calls while `fn` is lowered: matmuls (`lax.dot_general`, also from `jnp.matmul`,
-    `jnp.einsum` and models), and attention that requests cuDNN
+    Three kinds of equations become tuned calls while `fn` is lowered: matmuls (`lax.dot_general`, also from
+    `jnp.matmul`, `jnp.einsum` and models), grouped products (`lax.ragged_dot`), and attention that requests cuDNN
     (``jax.nn.dot_product_attention(implementation="cudnn")``). They are also replaced in backward passes, scans, remat,
     custom derivatives and batches. An equation is replaced only if a record or the cost model selects a kernel for it.
     JAX lowers every other equation as usual.

@@ -14,6 +14,8 @@ from jax import lax
 
 import scheduler
 from scheduler import tuned_gated_ragged_dot, tuned_ragged_dot
+from scheduler.core import hardware
+from scheduler.measure.bench import Bench
 from search_spaces.fingerprint import all_equations
 from search_spaces.kernel import Library
 from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT, RAGGED_DOT_WEIGHTS
@@ -546,6 +548,21 @@ def test_programs_of_xla_and_schedules_of_the_interpreter_are_right(operation, p
                 out = run(*args)
                 assert (out.shape, out.dtype) == (problem.result().shape, problem.result().dtype)
                 close(out, reference(*args), allowed.relative, allowed.absolute)
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [
+        (RAGGED_DOT, RaggedDotProblem(33, 4, 24, 40)),
+        (RAGGED_DOT, RaggedDotProblem(33, 4, 24, 40, "float32", transpose_rhs=True)),
+        (GATED_RAGGED_DOT, GatedRaggedDotProblem(33, 4, 24, 40)),
+        (RAGGED_DOT_WEIGHTS, RaggedDotWeightsProblem(33, 4, 24, 40)),
+    ],
+    ids=str,
+)
+def test_the_interpreter_is_right_for_special_operands(operation, problem):
+    assert "nan" in problem.special()
+    assert Bench(operation, problem, hardware.CPU).confirm("interpret", SCHEDULE) is None
 
 
 def test_a_search_finds_and_a_call_serves_a_schedule():

@@ -349,8 +349,8 @@ def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_l
     asked = dict(zip(operations, (options.backends for options in fast._current_options()), strict=True))
     assert asked == {
         "matmul": {"mosaic_tpu"},
-        "ragged_dot": {"xla"},
-        "ragged_dot_weights": {"xla"},
+        "ragged_dot": {"mosaic_tpu"},
+        "ragged_dot_weights": {"mosaic_tpu"},
         "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
         "flash_attention_backward": {"xla"},
     }
