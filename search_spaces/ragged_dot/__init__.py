@@ -128,7 +128,7 @@ def _bound(
         return f"operands are {lhs.dtype}; kernels take {', '.join(DTYPES)}"
     asked = rounding(precision)
     if asked is None or (asked != "default" and lhs.dtype == jnp.float32):
-        return f"{precision=} is not the default one"
+        return f"precision={(asked or precision)!r} is not the default one"
     if reason := _wrong_sizes(sizes, offset):
         return reason
     groups = sizes.shape[0] if offset is None or rhs.ndim == 0 else rhs.shape[0]
@@ -177,7 +177,7 @@ def _formula(
         sizes = sizes if offset is None else jnp.zeros(rhs.shape[:1], jnp.int32)
         return product(lhs, rhs, sizes)
     bounds = _boundaries(sizes, jnp.asarray(offset), rhs.shape[0], lhs.shape[0])
-    found = product(lhs, rhs, jnp.diff(bounds).at[0].add(bounds[0]))
+    found = product(lhs, rhs, kernels.sizes_of(bounds))
     return jnp.where(kernels.of_a_group(bounds, lhs.shape[0]), found, jnp.zeros_like(found))
 
 

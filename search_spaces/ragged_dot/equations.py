@@ -21,11 +21,13 @@ STRAIGHT, SWAPPED = (0, 1, 2), (0, 2, 1)
 def boundaries_of_sizes(sizes: jax.Array, rows: int) -> jax.Array:
     """Returns the boundaries of groups of these sizes, of which the first starts at row 0 and none ends after `rows`.
 
-    Negative sizes count as 0.
+    Negative sizes count as 0. XLA computes these sums in one kernel; a cumulative sum would be several, in sequence.
     """
     wide = sizes.astype(jnp.int32) if sizes.dtype.itemsize < 4 else sizes
-    ends = jnp.cumsum(jnp.clip(wide, 0, rows).astype(jnp.int32), dtype=jnp.int32)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), jnp.minimum(ends, rows)])
+    counted = jnp.clip(wide, 0, rows).astype(jnp.int32)
+    shape = (sizes.shape[0] + 1, sizes.shape[0])
+    before = lax.broadcasted_iota(jnp.int32, shape, 1) < lax.broadcasted_iota(jnp.int32, shape, 0)
+    return jnp.minimum(jnp.sum(jnp.where(before, counted, 0), axis=1, dtype=jnp.int32), rows)
 
 
 def equation_of(problem: type[GroupedProblem]) -> Callable[..., Matched]:

@@ -91,8 +91,13 @@ def row_tiles(boundaries: jax.Array, rows: int, tile: int) -> jax.Array:
     number = jnp.arange(most_row_tiles(rows, groups, tile), dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32), groups + 1)
     first_row = first[group] + (number - (ends - counts)[group]) * tile
-    in_groups = ends[groups - 1]
-    parts = [jnp.stack([in_groups, ends[-1] - in_groups]), jnp.minimum(group, groups - 1), first_row, end[group]]
+    tiles_in_groups = ends[groups - 1]
+    parts = [
+        jnp.stack([tiles_in_groups, ends[-1] - tiles_in_groups]),
+        jnp.minimum(group, groups - 1),
+        first_row,
+        end[group],
+    ]
     return jnp.concatenate(parts).astype(jnp.int32)
 
 

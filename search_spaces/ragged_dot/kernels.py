@@ -40,6 +40,12 @@ def of_a_group(boundaries: jax.Array, rows: int) -> jax.Array:
     return (row >= boundaries[0]) & (row < boundaries[-1])
 
 
+def sizes_of(boundaries: jax.Array) -> jax.Array:
+    """Returns the sizes of groups, with the rows before the first group as part of it."""
+    starts = boundaries[:-1]
+    return boundaries[1:] - jnp.where(lax.broadcasted_iota(jnp.int32, starts.shape, 0) == 0, 0, starts)
+
+
 def numbers(contracted: tuple[int, int], group_axes: tuple[int, ...]) -> lax.RaggedDotDimensionNumbers:
     """Returns the dimension numbers of a product without batch in which axis 0 of `lhs` has the groups."""
     (lhs, rhs) = contracted
@@ -53,8 +59,14 @@ def ragged_dot(lhs: jax.Array, rhs: jax.Array, boundaries: jax.Array, transpose_
 
 
 def _general(lhs: jax.Array, rhs: jax.Array, boundaries: jax.Array, dimensions: Any, out: Any) -> jax.Array:
-    sizes = jnp.diff(boundaries).at[0].add(boundaries[0])
-    return lax.ragged_dot_general(lhs, rhs, sizes, dimensions, preferred_element_type=jnp.dtype(out))
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes_of(boundaries),
+        dimensions,
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.dtype(out),
+    )
 
 
 class XlaRaggedDot(LibraryKernel[RaggedDotProblem]):
@@ -242,7 +254,9 @@ class _InterpretRows(Kernel[Any, InterpretSchedule]):
 
 def _product(lhs: jax.Array, rhs: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     (lhs_axis, rhs_axis) = contracted
-    return lax.dot_general(lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    dimensions = (((lhs_axis,), (rhs_axis,)), ((), ()))
+    precision = lax.Precision.DEFAULT
+    return lax.dot_general(lhs, rhs, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 class InterpretRaggedDot(_InterpretRows):
