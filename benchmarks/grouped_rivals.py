@@ -23,7 +23,6 @@ import jax.extend.backend
 import jax.numpy as jnp
 
 from search_spaces import Columns, Kernel, Operation, Space, Target, jax_compat
-from search_spaces.hopper import WGMMA_ROWS
 from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT, RAGGED_DOT_WEIGHTS
 from search_spaces.ragged_dot.jax_kernels import JaxRaggedDot, JaxSchedule
 from search_spaces.ragged_dot.problem import RaggedDotProblem, RaggedDotWeightsProblem
@@ -137,15 +136,14 @@ def _none_left(space: Space[Any]) -> str | None:
 MODULE = "tokamax._src.ops.ragged_dot"  # the public function takes its classes, and does not name them
 DEFAULT = "default"
 # Some of those that its autotuning tries on Hopper: block_m, block_k, num_stages, persistent, grid_minor_dim,
-# grid_tile_width. block_n is 64 in all.
+# grid_tile_width. block_n is 64 in all. Its blocks of 16 and 32 rows do not lower without quantization.
 TOKAMAX = (
     (128, 128, 4, False, "M", 1),
     (128, 128, 4, True, "M", 1),
     (128, 128, 4, True, "N", 8),
     (64, 128, 4, True, "M", 1),
     (64, 128, 4, False, "N", 8),
-    (32, 128, 4, True, "M", 1),
-    (16, 256, 4, False, "M", 1),
+    (64, 256, 2, True, "M", 1),
 )
 TOKAMAX_BLOCK_N = 64
 
@@ -174,9 +172,7 @@ class Tokamax(Kernel[Any, TokamaxConfig]):
         return None
 
     def space(self, problem: Any, target: Target) -> Space[TokamaxConfig]:
-        least = WGMMA_ROWS if isinstance(problem, RaggedDotWeightsProblem) else 0
-        configs = (" ".join(map(str, each)) for each in TOKAMAX if each[0] >= least)
-        return Space(TokamaxConfig, {"config": (DEFAULT, *configs)})
+        return Space(TokamaxConfig, {"config": (DEFAULT, *(" ".join(map(str, each)) for each in TOKAMAX))})
 
     def footprint(self, problem: Any, schedules: Columns, target: Target) -> None:
         return None
