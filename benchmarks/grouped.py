@@ -227,25 +227,23 @@ def measured(
         for point in chosen
         if (record := found(OPERATIONS[point.kind][0], point.tuned, fresh.hardware, store)) is not None
     ]
-    done: list[dict[str, Any]] = []
+    path = options.work / "judged.jsonl"
+
+    def conditions_of(case: tuple[Point, Record]) -> dict[str, Any]:
+        point, _ = case
+        entries = candidates(*case, fresh, skipped)
+        of = conditions(OPERATIONS[point.kind][1], point.problem, entries, fresh, options.rounds)
+        return of | {"kind": point.kind, "dense": _has_dense(point, skipped)}
+
+    earlier = Kept(path)
+    done = [kept for case in cases if (kept := earlier.get(conditions_of(case))) is not None]
 
     def timed(case: tuple[Point, Record]) -> dict[str, Any]:
         done.append(row(*case, fresh, store, options.rounds, skipped))
         _write(options.out, done)
         return done[-1]
 
-    return time_all(
-        cases,
-        lambda case: (
-            conditions(
-                OPERATIONS[case[0].kind][1], case[0].problem, candidates(*case, fresh, skipped), fresh, options.rounds
-            )
-            | {"kind": case[0].kind}
-        ),
-        timed,
-        options.work / "judged.jsonl",
-        deadline,
-    )
+    return time_all(cases, conditions_of, timed, path, deadline)
 
 
 def row(point: Point, record: Record, fresh: Any, store: Store, rounds: int, skipped: frozenset[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Rivals of grouped products: JAX's and tokamax's kernels, verified and timed by one bench with ours.
 
 JAX's are those of `jax.experimental.pallas.ops.gpu`, by some configurations of their own loops. tokamax's are
-`tokamax.ragged_dot` and its derivatives, where tokamax is installed, by implementation and with its own choice of a
-configuration. Boundaries start at row 0 here. JAX's gradient of the matrices is right for finite operands only.
+`tokamax.ragged_dot_general`, where tokamax is installed, by its own choice of a configuration and by some that its
+autotuning tries. Boundaries start at row 0 here. JAX's gradient of the matrices is right for finite operands only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 
 from search_spaces import Columns, Kernel, Operation, Space, Target, jax_compat
@@ -132,15 +133,30 @@ def _none_left(space: Space[Any]) -> str | None:
 # tokamax.
 
 
+MODULE = "tokamax._src.ops.ragged_dot"  # the public function takes its classes, and does not name them
+DEFAULT = "default"
+# Some of those that its autotuning tries on Hopper: block_m, block_k, num_stages, persistent, grid_minor_dim,
+# grid_tile_width. block_n is 64 in all. Its blocks of 16 and 32 rows do not lower without quantization.
+TOKAMAX = (
+    (128, 128, 4, False, "M", 1),
+    (128, 128, 4, True, "M", 1),
+    (128, 128, 4, True, "N", 8),
+    (64, 128, 4, True, "M", 1),
+    (64, 128, 4, False, "N", 8),
+    (64, 256, 2, True, "M", 1),
+)
+TOKAMAX_BLOCK_N = 64
+
+
 @dataclasses.dataclass(frozen=True)
-class Implementation:
-    """A name that `tokamax.ragged_dot` takes; it chooses the configuration."""
+class TokamaxConfig:
+    """A configuration as text, or "default": what its heuristics choose."""
 
-    implementation: str
+    config: str
 
 
-class Tokamax(Kernel[Any, Implementation]):
-    """`tokamax.ragged_dot`, or its derivative by rows or by matrices."""
+class Tokamax(Kernel[Any, TokamaxConfig]):
+    """tokamax's Mosaic GPU kernel, forward or of either gradient, by name, so that no other takes its place."""
 
     backend = "tokamax"
 
@@ -155,31 +171,53 @@ class Tokamax(Kernel[Any, Implementation]):
             return f"needs tokamax (pip install tokamax): {error}"
         return None
 
-    def space(self, problem: Any, target: Target) -> Space[Implementation]:
-        return Space(Implementation, {"implementation": ("mosaic", "triton")})
+    def space(self, problem: Any, target: Target) -> Space[TokamaxConfig]:
+        return Space(TokamaxConfig, {"config": (DEFAULT, *(" ".join(map(str, each)) for each in TOKAMAX))})
 
     def footprint(self, problem: Any, schedules: Columns, target: Target) -> None:
         return None
 
-    def run(self, problem: Any, schedule: Implementation, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        *operands, boundaries = args
-        sizes = jnp.diff(boundaries)
-
-        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            found: jax.Array = _tokamax().ragged_dot(
-                lhs, rhs, sizes, preferred_element_type=lhs.dtype, implementation=schedule.implementation
+    def run(self, problem: Any, schedule: TokamaxConfig, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        lhs, rhs, boundaries = args
+        tokamax = _tokamax()
+        base, theirs = (importlib.import_module(f"{MODULE}.{name}") for name in ("base", "pallas_mosaic_gpu"))
+        if isinstance(problem, RaggedDotWeightsProblem):
+            numbers = base.RAGGED_CONTRACTING_DOT_DIM_NUMS
+        elif problem.transpose_rhs:
+            numbers = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS
+        else:
+            numbers = base.DEFAULT_RAGGED_DOT_DIM_NUMS
+        kernel = theirs.PallasMosaicGpuRaggedDot(config=_config(theirs, schedule.config))
+        # It asks the default device what it is, which need not be the chip it is lowered for.
+        device = types.SimpleNamespace(
+            platform="gpu", compute_capability="9.0", device_kind=target.kind, core_count=target.cores
+        )
+        with mock.patch.object(jax.extend.backend, "get_default_device", return_value=device):
+            found: jax.Array = tokamax.ragged_dot_general(
+                lhs,
+                rhs,
+                jnp.diff(boundaries),
+                ragged_dot_dimension_numbers=numbers,
+                preferred_element_type=lhs.dtype,
+                implementation=(kernel,),
             )
-            return found
+        return found
 
-        lhs, rhs = operands
-        p, dtype = problem, lhs.dtype
-        if isinstance(p, RaggedDotWeightsProblem):
-            _, derivative = jax.vjp(lambda w: product(lhs, w), jnp.zeros((p.groups, p.k, p.n), dtype))
-            return derivative(rhs)[0]  # type: ignore[no-any-return]
-        if p.transpose_rhs:
-            _, derivative = jax.vjp(lambda x: product(x, rhs), jnp.zeros((p.rows, p.n), dtype))
-            return derivative(lhs)[0]  # type: ignore[no-any-return]
-        return product(lhs, rhs)
+
+def _config(theirs: Any, text: str) -> Any:
+    if text == DEFAULT:
+        return None
+    block_m, block_k, num_stages, persistent, minor, width = text.split()
+    return theirs.Config(
+        block_m=int(block_m),
+        block_n=TOKAMAX_BLOCK_N,
+        block_k=int(block_k),
+        num_stages=int(num_stages),
+        split_k=1,
+        persistent=persistent == "True",
+        grid_minor_dim=theirs.common.MatmulDimension[minor],
+        grid_tile_width=int(width),
+    )
 
 
 class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -48,7 +48,8 @@ class TorchProcess:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with self._process:  # closes its pipes and waits
+            pass
 
 
 def available(python: str) -> bool:

@@ -1,5 +1,6 @@
 """The benchmark of grouped products: its points, its rivals, and the figures that it boils them down to."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ import grouped as benchmark
 import grouped_moe
 import grouped_rivals
 from grouped_points import KINDS, REHEARSED, points
+from grouped_torch import TorchProcess
+from independent import time_in_rounds
+
+from scheduler.measure.runner import InProcess, Task
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
@@ -47,6 +52,41 @@ def test_a_configuration_of_jax_lowers(kind):
 def test_tokamax_is_left_out_where_it_is_not_installed():
     reason = grouped_rivals.Tokamax().supports(points()[0].problem, H200.target)
     assert reason is None or "needs tokamax" in reason
+
+
+@pytest.fixture
+def python_of_torch(tmp_path):
+    """An interpreter that answers each request with times, or with an error for one of the layouts."""
+    path = tmp_path / "python"
+    path.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        "for line in sys.stdin:\n"
+        "    request = json.loads(line)\n"
+        "    answer = 'no memory' if request['layout'] == 'k' else [request['rows'] * 1e-6] * request['repetitions']\n"
+        "    print(json.dumps(answer), flush=True)\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_torch_takes_part_in_the_rounds_of_a_runner(python_of_torch):
+    problem = REHEARSED[0].problem
+    fresh = benchmark.WithTorch(InProcess(), python_of_torch)
+    tasks = {
+        "xla": Task(grouped_rivals.FORWARD_AND_RIVALS, problem, "xla", {}, 2),
+        **{layout: Task(grouped_rivals.FORWARD_AND_RIVALS, problem, "torch", {"layout": layout}, 2) for layout in "nk"},
+    }
+    with contextlib.closing(fresh):
+        outcome = time_in_rounds(fresh, tasks, 3)
+    assert outcome.times("n").samples_s == (problem.rows * 1e-6,) * 6
+    assert len(outcome.times("xla").samples_s) == 6
+    assert outcome.failures["k"].detail == "no memory"
+
+
+def test_torch_that_ends_is_a_failure():
+    torch = TorchProcess("/bin/true")
+    assert torch.seconds({}) == "the process of torch has ended"
+    torch.close()
 
 
 def row(kind, **figures):
