@@ -213,6 +213,16 @@ class Consumer:
         corner = work.row + self.first_row + m, work.column + self.first_own + n
         return corner[::-1] if self.cta.plan.s.swap_ab else corner
 
+    def has_rows(self, work: WorkTile) -> Any:
+        """Returns whether a row of the result before `work.end_row` is in the consumer's part; None if one surely is.
+
+        Consumers in turns multiply parts without rows, too, because their steps are counted on.
+        """
+        s = self.cta.plan.s
+        along, first = ("n", work.column + self.first_column) if s.swap_ab else ("m", work.row + self.first_row)
+        divided = s.consumers == f"cooperative_{along}" or (s.cluster == along and s.consumers != "ordered_ping_pong")
+        return first < work.end_row if work.end_row is not None and divided else None
+
     def fetch_residual(self, count: int, work: WorkTile) -> None:
         """Starts the load of the residual for the `count`-th subtile."""
         stage = count % int(self.cta.plan.tiling.epi_stages)
@@ -298,8 +308,23 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
         )
 
     shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
+
+    def zeros() -> tuple[jax.Array, ...]:
+        return tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count))
+
+    def idle() -> tuple[jax.Array, ...]:
+        def step(k_step: Any, _: None) -> None:
+            pipeline.consumer_wait(work.number, stage_of(k_step))
+            pipeline.consumer_release(stage_of(k_step))
+
+        lax.fori_loop(0, work.steps, step, None)
+        return zeros()
+
+    if (has_rows := consumer.has_rows(work)) is not None:
+        found: tuple[jax.Array, ...] = lax.cond(has_rows, lambda: steps(values=zeros()), idle)
+        return found
     if untiled:
-        return steps(values=tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count)))
+        return steps(values=zeros())
     return pl.run_scoped(steps, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
 
 
