@@ -1,4 +1,4 @@
-"""Replaces regions of a jaxpr, such as attention, by tuned calls."""
+"""Replaces regions of a jaxpr, such as attention, by tuned calls, and scatters by selections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 
 from scheduler.core.frames import Call
 from scheduler.functions import comparison, equations
-from search_spaces import OPERATIONS, fingerprint, load, lowering_compat, recognise
+from search_spaces import OPERATIONS, fingerprint, load, lowering_compat, recognise, scatters
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import CALLS, Graph, Inlined, Left, Node, Region, Stage, Value
@@ -47,12 +47,16 @@ class Found:
     @property
     def source(self) -> str:
         """The line as ``file:line``; "" if unknown."""
-        return "" if self.line is None else f"{self.line.file}:{self.line.line}"
+        return _source(self.line)
 
     def __str__(self) -> str:
         at = f"{self.source}: " if self.source else ""
         calls = " and ".join(f"{operation.name} {problem}" for operation, problem in self.calls)
         return f"{at}left to XLA: {self.reason}" if self.reason else f"{at}{calls}"
+
+
+def _source(line: Call | None) -> str:
+    return "" if line is None else f"{line.file}:{line.line}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,10 +65,12 @@ class Rewritten:
 
     Attributes:
       jaxpr: the same object as before if nothing is replaced.
+      selections: the scatters that are computed as selections, as text with their source lines, without duplicates.
     """
 
     jaxpr: Any
     found: tuple[Found, ...]
+    selections: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[Found, ...]:
@@ -94,11 +100,12 @@ class Rewriter:
         self._unless, self._call, self._check = unless, call, check
         self._operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
         self._found: list[Found] = []
+        self._selections: dict[str, None] = {}
 
     def rewrite(self, jaxpr: Any) -> Rewritten:
         """Returns a closed jaxpr with regions replaced by tuned calls, at any nesting."""
-        self._found = []
-        return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found))
+        self._found, self._selections = [], {}
+        return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found), tuple(self._selections))
 
     def _rewritten(self, closed: Any, known: Mapping[Any, Value], count: int) -> Any:
         graph = _graph(closed, known)
@@ -114,13 +121,17 @@ class Rewriter:
         return _retraced(run, closed)
 
     def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
-        pairs, bodies = dict[int, _Scan](), dict[int, Any]()
+        pairs, bodies, selections = dict[int, _Scan](), dict[int, Any](), dict[int, Callable[..., list[Any]]]()
         for forward, backward in _pairs_of_scans(graph):
             pairs |= self._pair(forward, backward, graph, count)
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
-        return _Changes(tuple(regions), bodies, pairs)
+            elif (selection := scatters.as_selection(node)) is not None:
+                selections[id(node)] = selection
+                at = _source(equations.line_of(node.equation))
+                self._selections[scatters.text_of(node) + (f", for {at}" if at else "")] = None
+        return _Changes(tuple(regions), bodies, pairs, selections)
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
@@ -240,14 +251,16 @@ class _Changes:
     Attributes:
       bodies: equations with rewritten bodies, by the ``id`` of their nodes.
       scans: replaced scans, by the ``id`` of their nodes.
+      selections: functions that compute scatters, by the ``id`` of their nodes.
     """
 
     regions: tuple[_Replacement, ...]
     bodies: Mapping[int, Any]
     scans: Mapping[int, _Scan]
+    selections: Mapping[int, Callable[..., list[Any]]]
 
     def __bool__(self) -> bool:
-        return bool(self.regions or self.bodies or self.scans)
+        return bool(self.regions or self.bodies or self.scans or self.selections)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -314,6 +327,9 @@ class _Evaluation:
         inputs = [self._read(x) for x in item.inputs]
         if (scan := self._changes.scans.get(id(item))) is not None and isinstance(item, Node):
             return self._scanned(item, scan, inputs)
+        if (selection := self._changes.selections.get(id(item))) is not None:
+            with lowering_compat.source_of(item.equation), item.equation.ctx.manager:
+                return selection(*inputs)
         return lowering_compat.evaluate_equation(self._changes.bodies.get(id(item), item.equation), *inputs)
 
     def _is_opened(self, item: Inlined) -> bool:
@@ -322,6 +338,7 @@ class _Evaluation:
             if isinstance(each, Inlined)
             else id(each) in self._changes.bodies
             or id(each) in self._changes.scans
+            or id(each) in self._changes.selections
             or any(id(x) in self._needed for x in each.results)
             for each in item.items
         )
