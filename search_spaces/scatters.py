@@ -1,10 +1,9 @@
-"""Computes a scatter of one number per row elementwise: the gradient of `jnp.take_along_axis`, as of a cross-entropy."""
+"""Computes a scatter of one number per row elementwise, as in the gradient of `jnp.take_along_axis`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
