@@ -195,13 +195,13 @@ class Lowered:
       lowered: The `jax.stages.Lowered`.
       replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
       left: Why equations are left to XLA -> number of kinds of such equations.
-      selections: The scatters that are computed as selections, as text.
+      changes: Other changes, which need no kernel, as text.
     """
 
     lowered: Any
     replaced: tuple[Replaced, ...]
     left: Mapping[str, int]
-    selections: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
 
 def lower_with_kernels(
@@ -219,20 +219,20 @@ def lower_with_kernels(
     Args:
       options: Operation name -> options for selecting its kernel.
       platforms: Platforms to lower for. None uses the platform of the arguments.
-      regions_on: The platform of this process on which regions are compared and replaced, and scatters become
-        selections. None replaces neither.
+      regions_on: The platform of this process on which regions are compared and replaced, and other changes are
+        made. None changes nothing but single equations.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
     replaced: dict[Replaced, None] = {}
     left: collections.Counter[str] = collections.Counter()
-    selections: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     if regions_on is not None:
-        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on)
+        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on, others=True)
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
-        selections = rewritten.selections
+        changes = rewritten.changes
         replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
     around = equations.layouts_around(traced.jaxpr, equations.operations_by_primitive().keys())
 
@@ -266,7 +266,7 @@ def lower_with_kernels(
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
-    return Lowered(lowered, tuple(replaced), dict(left), selections)
+    return Lowered(lowered, tuple(replaced), dict(left), changes)
 
 
 def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
