@@ -49,16 +49,12 @@ class Found:
     @property
     def source(self) -> str:
         """The line as ``file:line``; "" if unknown."""
-        return _source(self.line)
+        return "" if self.line is None else f"{self.line.file}:{self.line.line}"
 
     def __str__(self) -> str:
         at = f"{self.source}: " if self.source else ""
         calls = " and ".join(f"{operation.name} {problem}" for operation, problem in self.calls)
         return f"{at}left to XLA: {self.reason}" if self.reason else f"{at}{calls}"
-
-
-def _source(line: Call | None) -> str:
-    return "" if line is None else f"{line.file}:{line.line}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +129,7 @@ class Rewriter:
                 bodies[id(node)] = changed
         if self._platform is None:
             return _Changes(tuple(regions), bodies, pairs)
-        formulas = {id(node): each for node in graph.nodes if (each := self._formula(node)) is not None}
+        formulas = {id(node): formula for node in graph.nodes if (formula := self._formula(node)) is not None}
         of_backward = residuals.backward(graph.items, equations.is_backward)
         again = {id(each.value): each for each in residuals.recomputed(graph, of_backward)}
         for each in again.values():
@@ -150,7 +146,8 @@ class Rewriter:
         return found
 
     def _note(self, change: str, node: Node) -> None:
-        self._other_changes[f"{change}, for {_source(equations.line_of(node.equation)) or 'an unknown line'}"] = None
+        at = Found((), 1, equations.line_of(node.equation)).source
+        self._other_changes[f"{change}, for {at or 'an unknown line'}"] = None
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
