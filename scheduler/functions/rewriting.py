@@ -129,25 +129,25 @@ class Rewriter:
                 bodies[id(node)] = changed
         if self._platform is None:
             return _Changes(tuple(regions), bodies, pairs)
-        formulas = {id(node): formula for node in graph.nodes if (formula := self._formula(node)) is not None}
+        formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
         of_backward = residuals.backward(graph.items, equations.is_backward)
         again = {id(each.value): each for each in residuals.recomputed(graph, of_backward)}
-        for each in again.values():
-            if each.expensive is not None:
-                self._note(residuals.text_of(each.expensive), each.expensive)
-        return _Changes(tuple(regions), bodies, pairs, formulas, again, of_backward)
+        texts = {node: text for node, (_, text) in formulas.items()}
+        texts |= {each.expensive: residuals.text_of(each.expensive) for each in again.values() if each.expensive}
+        lines = equations.lines_of(graph.items) if texts else {}
+        for node, text in texts.items():
+            at = Found((), 1, lines[id(node)]).source
+            self._other_changes[f"{text}, for {at}" if at else text] = None
+        run = {id(node): each for node, (each, _) in formulas.items()}
+        return _Changes(tuple(regions), bodies, pairs, run, again, of_backward)
 
-    def _formula(self, node: Node) -> Callable[..., list[Any]] | None:
-        """Returns a function that computes an equation faster than its own primitive; None if there is none."""
+    def _formula(self, node: Node) -> tuple[Callable[..., list[Any]], str] | None:
+        """Returns a faster way to compute an equation, and its description; None if there is none."""
         if (found := scatters.as_selection(node)) is not None:
-            self._note(scatters.text_of(node), node)
-        elif self._platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
-            self._note(aligned.text_of(node), node)
-        return found
-
-    def _note(self, change: str, node: Node) -> None:
-        at = Found((), 1, equations.line_of(node.equation)).source
-        self._other_changes[f"{change}, for {at or 'an unknown line'}"] = None
+            return found, scatters.text_of(node)
+        if self._platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
+            return found, aligned.text_of(node)
+        return None
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
