@@ -58,6 +58,8 @@ _ELEMENTWISE = _CHEAP | _EXPENSIVE
 FEWEST = 2**20
 # An operand with at most this share of the elements, such as a bias, may be read again.
 SMALL = 1 / 64
+# Limit of the equations in sequence from the root.
+MOST_STEPS = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +108,9 @@ def recomputed(graph: Graph, of_backward: set[int]) -> Iterator[Recomputed]:
       of_backward: the ``id`` of each of these equations.
     """
     origins = _Origins(of_backward)
+    for node in graph.nodes:  # in order, so that no recursion is deep
+        for x in node.results:
+            origins.of(x)
     read = [
         x
         for node in graph.nodes
@@ -148,6 +153,7 @@ class _Origins:
     def __init__(self, of_backward: set[int]) -> None:
         self._of_backward = of_backward
         self._known: dict[int, Value] = {}
+        self._steps: dict[int, int] = {}
 
     def of(self, x: Value) -> Value:
         """Returns the root of a large array: the array itself if it is no elementwise function of one array."""
@@ -164,7 +170,11 @@ class _Origins:
         if len(roots) != 1:
             return x
         (root,) = roots.values()
-        return root if root.shape == x.shape else x
+        steps = 1 + max(self._steps.get(id(each), 0) for each in large)
+        if root.shape != x.shape or steps > MOST_STEPS:
+            return x
+        self._steps[id(x)] = steps
+        return root
 
     def small(self, x: Value, root: Value) -> list[Value]:
         """Returns the small arrays that `x` is computed from besides its root."""

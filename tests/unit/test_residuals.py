@@ -54,6 +54,17 @@ def test_the_backward_pass_reads_what_is_stored_in_any_case(name):
     assert _rewritten(closed).jaxpr is closed
 
 
+def test_long_sequences_of_equations_are_kept():
+    def long(u):
+        v = u
+        for _ in range(400):
+            v = v * 1.001 + 0.001
+        return u * jnp.tanh(v)
+
+    closed = jax.make_jaxpr(_gradient(long))(X, W, BIAS)
+    assert _rewritten(closed).jaxpr is closed
+
+
 def test_small_arrays_are_read():
     closed = jax.make_jaxpr(_gradient(jax.nn.gelu))(X[:8], W, BIAS)
     assert _rewritten(closed).jaxpr is closed
