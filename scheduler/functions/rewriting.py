@@ -6,7 +6,6 @@ import collections
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -275,8 +274,8 @@ class _Changes:
     regions: tuple[_Replacement, ...]
     bodies: Mapping[int, Any]
     scans: Mapping[int, _Scan]
-    formulas: Mapping[int, Callable[..., list[Any]]] = MappingProxyType({})
-    recomputed: Mapping[int, Recomputed] = MappingProxyType({})
+    formulas: Mapping[int, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
+    recomputed: Mapping[int, Recomputed] = dataclasses.field(default_factory=dict)
     of_backward: Set[int] = frozenset()
 
     def __bool__(self) -> bool:
