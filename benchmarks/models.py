@@ -226,6 +226,7 @@ def row(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         "jnp_bytes": decision.plain_bytes,
         "optimize_bytes": decision.tuned_bytes,
         "replaced": [str(each) for each in decision.replaced],
+        "changes": list(decision.changes),
         "left": dict(decision.left),
         "decided_s": decided_s,
     }
@@ -283,7 +284,7 @@ def _print(line: Mapping[str, Any]) -> None:
     table.add_row("time", seconds_text(line["jnp_us"] / 1e6), seconds_text(line["optimize_us"] / 1e6), "")
     table.add_row("peak memory", *("-" if n is None else f"{n / 2**20:.0f} MiB" for n in memory), "")
     Console().print(table)
-    for each in line["replaced"]:
+    for each in (*line["replaced"], *line["changes"]):
         print("  ", each)
     for reason, count in line["left"].items():
         print("  left:", reason, count)

@@ -195,11 +195,13 @@ class Lowered:
       lowered: The `jax.stages.Lowered`.
       replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
       left: Why equations are left to XLA -> number of kinds of such equations.
+      changes: Other changes, which need no kernel, as text.
     """
 
     lowered: Any
     replaced: tuple[Replaced, ...]
     left: Mapping[str, int]
+    changes: tuple[str, ...] = ()
 
 
 def lower_with_kernels(
@@ -217,17 +219,20 @@ def lower_with_kernels(
     Args:
       options: Operation name -> options for selecting its kernel.
       platforms: Platforms to lower for. None uses the platform of the arguments.
-      regions_on: The platform of this process on which regions are compared and replaced. None replaces no region.
+      regions_on: The platform of this process on which regions are compared and replaced, and other changes are
+        made. None changes nothing but single equations.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
     replaced: dict[Replaced, None] = {}
     left: collections.Counter[str] = collections.Counter()
+    changes: tuple[str, ...] = ()
     if regions_on is not None:
-        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on)
+        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on, others=True)
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
+        changes = rewritten.changes
         replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
     around = equations.layouts_around(traced.jaxpr, equations.operations_by_primitive().keys())
 
@@ -261,7 +266,7 @@ def lower_with_kernels(
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
-    return Lowered(lowered, tuple(replaced), dict(left))
+    return Lowered(lowered, tuple(replaced), dict(left), changes)
 
 
 def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:

@@ -24,6 +24,7 @@ from search_spaces import OPERATIONS, fingerprint, load
 from search_spaces.fingerprint import is_jaxpr, opened_jaxpr
 from search_spaces.operation import MatchedEquation, Operation
 from search_spaces.problem import Problem
+from search_spaces.recognise import Inlined, Node
 
 # Their jaxprs are kernel bodies.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -176,6 +177,15 @@ def with_inside(equation: Any, replace: Callable[[Any], Any]) -> Any:
 def line_of(equation: Any) -> Call | None:
     """Returns the line of the user's code that made an equation; for a derivative, the line that was differentiated."""
     return asked_by(frames.traced(equation.source_info.traceback))
+
+
+def lines_of(items: Iterable[Node | Inlined], around: Call | None = None) -> dict[int, Call | None]:
+    """Returns the line of each equation of a graph, or of the call around it, by the ``id`` of its node."""
+    found: dict[int, Call | None] = {}
+    for item in items:
+        line = line_of(item.equation) or around
+        found |= lines_of(item.items, line) if isinstance(item, Inlined) else {id(item): line}
+    return found
 
 
 def is_backward(equation: Any) -> bool:

@@ -24,7 +24,7 @@ from search_spaces.problem import Problem
 from search_spaces.recognise import Region
 
 
-def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) -> Rewritten:
+def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, *, others: bool = False) -> Rewritten:
     """Replaces the regions of a closed jaxpr for which a kernel or a vendor's library is selected.
 
     Each kind of region is compared with its equations on this device first.
@@ -32,6 +32,7 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) 
     Args:
       options: operation name -> options for selecting its kernel.
       platform: the platform of this process on which the calls run.
+      others: whether other equations are changed, too, where XLA computes the new ones faster.
 
     Raises:
       CacheMiss: there is no record and the policy is "error".
@@ -51,7 +52,7 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str) 
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
         return rewriting.disagreement(region, calls, key=(platform, *options.values()))
 
-    return Rewriter(unless, call, check).rewrite(jaxpr)
+    return Rewriter(unless, call, check, platform if others else None).rewrite(jaxpr)
 
 
 def listed_calls(jaxpr: Any, constants: Sequence[Any]) -> Any:

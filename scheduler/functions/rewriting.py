@@ -1,11 +1,11 @@
-"""Replaces regions of a jaxpr, such as attention, by tuned calls."""
+"""Replaces regions of a jaxpr, such as attention, by tuned calls, and equations by others that XLA computes faster."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from jax.interpreters import partial_eval
 
 from scheduler.core.frames import Call
 from scheduler.functions import comparison, equations
-from search_spaces import OPERATIONS, fingerprint, load, lowering_compat, recognise
+from search_spaces import OPERATIONS, aligned, fingerprint, load, lowering_compat, recognise, residuals, scatters
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import CALLS, Graph, Inlined, Left, Node, Region, Stage, Value
+from search_spaces.residuals import Recomputed
 
 # Calls whose bodies are searched together with the equations around them. Not `jax.checkpoint`: its body is computed
 # again on purpose.
@@ -61,10 +62,12 @@ class Rewritten:
 
     Attributes:
       jaxpr: the same object as before if nothing is replaced.
+      changes: other changes, which need no tuned call, as text with source lines, without duplicates.
     """
 
     jaxpr: Any
     found: tuple[Found, ...]
+    changes: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[Found, ...]:
@@ -83,6 +86,7 @@ class Rewriter:
       unless: ``unless(operation, problem)`` returns why a call should not replace equations, or None.
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
       check: ``check(region, calls)`` returns how the calls disagree with the equations of a region, or None.
+      platform: for which other equations are changed, too; None leaves them as they are.
     """
 
     def __init__(
@@ -90,15 +94,17 @@ class Rewriter:
         unless: Callable[[Operation[Any], Problem], str | None],
         call: TunedCall,
         check: Callable[[Region, Sequence[TunedCall]], str | None],
+        platform: str | None = None,
     ) -> None:
-        self._unless, self._call, self._check = unless, call, check
+        self._unless, self._call, self._check, self._platform = unless, call, check, platform
         self._operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
         self._found: list[Found] = []
+        self._other_changes: dict[str, None] = {}
 
     def rewrite(self, jaxpr: Any) -> Rewritten:
         """Returns a closed jaxpr with regions replaced by tuned calls, at any nesting."""
-        self._found = []
-        return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found))
+        self._found, self._other_changes = [], {}
+        return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found), tuple(self._other_changes))
 
     def _rewritten(self, closed: Any, known: Mapping[Any, Value], count: int) -> Any:
         graph = _graph(closed, known)
@@ -114,13 +120,33 @@ class Rewriter:
         return _retraced(run, closed)
 
     def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
-        pairs, bodies = dict[int, _Scan](), dict[int, Any]()
+        bodies, pairs = dict[int, Any](), dict[int, _Scan]()
         for forward, backward in _pairs_of_scans(graph):
             pairs |= self._pair(forward, backward, graph, count)
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
-        return _Changes(tuple(regions), bodies, pairs)
+        if self._platform is None:
+            return _Changes(tuple(regions), bodies, pairs)
+        formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
+        of_backward = residuals.backward(graph.items, equations.is_backward)
+        again = {id(each.value): each for each in residuals.recomputed(graph, of_backward)}
+        texts = {node: text for node, (_, text) in formulas.items()}
+        texts |= {each.expensive: residuals.text_of(each.expensive) for each in again.values() if each.expensive}
+        lines = equations.lines_of(graph.items) if texts else {}
+        for node, text in texts.items():
+            at = Found((), 1, lines[id(node)]).source
+            self._other_changes[f"{text}, for {at}" if at else text] = None
+        run = {id(node): each for node, (each, _) in formulas.items()}
+        return _Changes(tuple(regions), bodies, pairs, run, again, of_backward)
+
+    def _formula(self, node: Node) -> tuple[Callable[..., list[Any]], str] | None:
+        """Returns a faster way to compute an equation, and its description; None if there is none."""
+        if (found := scatters.as_selection(node)) is not None:
+            return found, scatters.text_of(node)
+        if self._platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
+            return found, aligned.text_of(node)
+        return None
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
@@ -240,14 +266,20 @@ class _Changes:
     Attributes:
       bodies: equations with rewritten bodies, by the ``id`` of their nodes.
       scans: replaced scans, by the ``id`` of their nodes.
+      formulas: functions that compute equations otherwise, by the ``id`` of their nodes.
+      recomputed: arrays that the backward pass computes again, by the ``id`` of their values.
+      of_backward: the ``id`` of each equation and call of the backward pass.
     """
 
     regions: tuple[_Replacement, ...]
     bodies: Mapping[int, Any]
     scans: Mapping[int, _Scan]
+    formulas: Mapping[int, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
+    recomputed: Mapping[int, Recomputed] = dataclasses.field(default_factory=dict)
+    of_backward: Set[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.regions or self.bodies or self.scans)
+        return bool(self.regions or self.bodies or self.scans or self.formulas or self.recomputed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -290,6 +322,10 @@ class _Evaluation:
         # Calls are opened only where a part of their bodies is needed.
         self._needed = {id(x) for each in changes.regions for x in each.region.results}
         self._needed |= {id(x) for each in changes.regions for stage in each.region.stages for x in stage.inputs}
+        self._needed |= {id(x) for each in changes.recomputed.values() for x in (each.root, *each.small)}
+        # What the backward pass computes again, the roots, and their copies, by the ``id`` of their values.
+        self._again = {id(x) for each in changes.recomputed.values() for x in (each.value, each.root)}
+        self._copies: dict[int, Any] = {}
 
     def run(self, graph: Graph) -> list[Any]:
         """Returns the results of the graph."""
@@ -298,6 +334,20 @@ class _Evaluation:
 
     def _read(self, x: Value) -> Any:
         return self._values.get(id(x), x.literal)
+
+    def _read_again(self, x: Value) -> Any:
+        """Returns an array for the backward pass: a root behind a barrier, and what is computed again from it."""
+        if id(x) in self._copies or id(x) not in self._again:
+            return self._copies.get(id(x), self._read(x))
+        if (again := self._changes.recomputed.get(id(x))) is None:  # without a barrier, XLA would merge equal equations
+            found = jax.lax.optimization_barrier(self._read(x))
+        else:
+            given = {id(each): self._read(each) for each in again.small} | {
+                id(again.root): self._read_again(again.root)
+            }
+            (found,) = recognise.evaluate(again.nodes, given, [x])
+        self._copies[id(x)] = found
+        return found
 
     def _run(self, items: Sequence[Node | Inlined]) -> None:
         for item in items:
@@ -311,9 +361,13 @@ class _Evaluation:
                 self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
 
     def _evaluated(self, item: Node | Inlined) -> list[Any]:
-        inputs = [self._read(x) for x in item.inputs]
+        read = self._read_again if id(item) in self._changes.of_backward else self._read
+        inputs = [read(x) for x in item.inputs]
         if (scan := self._changes.scans.get(id(item))) is not None and isinstance(item, Node):
             return self._scanned(item, scan, inputs)
+        if formula := self._changes.formulas.get(id(item)):
+            with lowering_compat.source_of(item.equation), item.equation.ctx.manager:
+                return formula(*inputs)
         return lowering_compat.evaluate_equation(self._changes.bodies.get(id(item), item.equation), *inputs)
 
     def _is_opened(self, item: Inlined) -> bool:
@@ -322,6 +376,7 @@ class _Evaluation:
             if isinstance(each, Inlined)
             else id(each) in self._changes.bodies
             or id(each) in self._changes.scans
+            or id(each) in self._changes.formulas
             or any(id(x) in self._needed for x in each.results)
             for each in item.items
         )

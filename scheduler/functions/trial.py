@@ -155,6 +155,7 @@ class Decided:
       reason: Why this version is kept.
       replaced: Kernels of the tuned version, whichever version was kept.
       left: Why other equations are left to XLA -> number of kinds of such equations.
+      changes: Other changes of the tuned version, which need no kernel, as text.
       plain, tuned: Seconds per call, from the same rounds; None if nothing was timed.
       plain_bytes, tuned_bytes: Peak device memory of each version; None if nothing was compared, or if XLA does not
         report it.
@@ -170,6 +171,7 @@ class Decided:
     tuned: Seconds | None = None
     plain_bytes: int | None = None
     tuned_bytes: int | None = None
+    changes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> str:
@@ -181,6 +183,7 @@ class Decided:
         if self.plain_bytes is not None and self.tuned_bytes is not None:
             lines.append(f"  peak memory: tuned {_mib(self.tuned_bytes)}, XLA's version {_mib(self.plain_bytes)}")
         lines += [f"  by a kernel: {each}" for each in self.replaced]
+        lines += [f"  by XLA: {each}" for each in self.changes]
         lines += [
             f"  by XLA: {reason}" + (f" ({kinds} kinds)" if kinds > 1 else "") for reason, kinds in self.left.items()
         ]
@@ -225,7 +228,7 @@ class Trial:
             )
         try:
             lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform())
-            if not lowered.replaced:
+            if not lowered.replaced and not lowered.changes:
                 return self._decision(NOTHING_REPLACED, lowered)
             if several:
                 return self._decision(PLANNED, lowered, lowered.lowered.compile())
@@ -273,7 +276,8 @@ class Trial:
 
     def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
         replaced, left = (lowered.replaced, lowered.left) if lowered else ((), {})
-        return Decided(self.function, self.given.text(), compiled, reason, replaced, left, **measured)
+        changes = lowered.changes if lowered else ()
+        return Decided(self.function, self.given.text(), compiled, reason, replaced, left, changes=changes, **measured)
 
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
         text.warn_safely(f"{self.function}: XLA's version is used: {reason}")

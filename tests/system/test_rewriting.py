@@ -202,6 +202,23 @@ def test_optimize_replaces_attention_by_kernels_and_names_the_line():
     assert all("attention_corpus.py:" in each.line for each in attention)
 
 
+def test_optimize_changes_the_gradient_of_a_cross_entropy_and_reports_its_line():
+    def step(weights, x, labels):
+        def loss(weights):
+            logs = jax.nn.log_softmax(x @ weights)
+            return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    x, weights = jax.random.normal(jax.random.key(0), (16, 8)), jnp.ones((8, 32))
+    optimized = scheduler.optimize(step, keep="tuned")
+    _is_close(*(jax.tree.leaves(fn(weights, x, jnp.arange(16))) for fn in (jax.jit(step), optimized)))
+    (decision,) = optimized.decisions
+    assert (decision.kept, decision.replaced, len(decision.changes)) == ("tuned", (), 1)
+    assert "scatter of one number per row into float32[16, 32], as a selection, for " in optimized.report()
+    assert "test_rewriting.py:" in decision.changes[0]
+
+
 def scanned_step(weights, x):
     def loss(weights, x):
         def layer(x, w):
