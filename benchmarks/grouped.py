@@ -49,6 +49,7 @@ from search_spaces import Operation
 from search_spaces.matmul import MATMUL
 from search_spaces.ragged_dot import GATED_RAGGED_DOT, RAGGED_DOT, RAGGED_DOT_WEIGHTS
 from search_spaces.ragged_dot.jax_kernels import JaxRaggedDot
+from search_spaces.ragged_dot.problem import GroupedProblem
 
 OPERATIONS: Mapping[str, tuple[Operation[Any], Operation[Any]]] = {
     "forward": (RAGGED_DOT, FORWARD_AND_RIVALS),
@@ -61,6 +62,8 @@ DENSE, XLA, MOE = "dense", "xla", "moe"
 OTHERS = (XLA, *RIVALS, TORCH, DENSE)
 # XLA is left out where it takes longer.
 MOST_XLA_S = 0.02
+# A group with as many rows is limited by arithmetic.
+MANY_ROWS = 256
 # Of the time, for searches; the rest is for the comparison.
 SEARCHING = 0.6
 
@@ -265,6 +268,7 @@ def row(point: Point, record: Record, fresh: Any, store: Store, rounds: int, ski
         "problem": str(problem),
         "flops": problem.flops,
         "bytes": problem.bytes_moved,
+        "least_rows": least_rows(problem),
         "final_backend": record.winner.backend,
         "tuned_worst_over_mean": _ratio(record.winner.measurement.worst_s, record.winner.measurement.median_s),
         "trials": record.tried,
@@ -282,6 +286,11 @@ def row(point: Point, record: Record, fresh: Any, store: Store, rounds: int, ski
     pallas = times["pallas"]
     line["pallas_of_bandwidth"] = pallas and problem.bytes_moved / pallas.median_s / peak
     return line
+
+
+def least_rows(problem: GroupedProblem) -> int:
+    """Returns the rows of the smallest group that has any."""
+    return min(int(size) for boundaries in problem.draws() for size in np.diff(boundaries) if size)
 
 
 def _dense(point: Point, fresh: Any, store: Store, rounds: int) -> Measurement | None:
@@ -302,12 +311,14 @@ def _ratio(other: float | None, ours: float | None) -> float | None:
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
     """The figures to speak of, from rows as the result file keeps them; None where no row is meant.
 
-    Ratios are of the best Pallas schedule. `dx` and `dw` are the gradients of rows and of matrices, forward includes no
-    decoding.
+    Ratios are of the best Pallas schedule. `fwd` includes decoding. `dx` and `dw` are the gradients of rows and of
+    matrices. A dense matmul is compared where each group has at least `MANY_ROWS` rows: else the matrices take longer.
     """
     of = {kind: [row for row in rows if row.get("kind") == kind] for kind in OPERATIONS}
     timed = [row for each in of.values() for row in each]
     layer = {row["point"]: row for row in rows if row["point"].startswith(MOE)}
+    forward = [*of["forward"], *of["decode"]]
+    large = {kind: [row for row in each if row["least_rows"] >= MANY_ROWS] for kind, each in of.items()}
 
     def values(figure: str, chosen: Sequence[Mapping[str, Any]]) -> list[float]:
         return [row[figure] for row in chosen if row[figure]]
@@ -322,15 +333,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
     return {
         "points": len(timed),
         "points_without_pallas": sum(not row["pallas_us"] for row in timed),
-        "fwd_vs_torch_geomean": mean("pallas_vs_torch", of["forward"]),
-        "fwd_vs_torch_worst": worst("pallas_vs_torch", of["forward"]),
+        "fwd_vs_torch_geomean": mean("pallas_vs_torch", forward),
+        "fwd_vs_torch_worst": worst("pallas_vs_torch", forward),
         "decode_vs_torch_worst": worst("pallas_vs_torch", of["decode"]),
         "vs_tokamax_geomean": mean("pallas_vs_tokamax", timed),
         "vs_tokamax_worst": worst("pallas_vs_tokamax", timed),
         "vs_jax_geomean": mean("pallas_vs_jax", timed),
-        "fwd_of_dense_rate": mean("pallas_vs_dense", of["forward"]),
-        "dx_of_dense_rate": mean("pallas_vs_dense", of["rows"]),
-        "dw_of_dense_rate": mean("pallas_vs_dense", of["weights"]),
+        "fwd_of_dense_rate": mean("pallas_vs_dense", large["forward"]),
+        "dx_of_dense_rate": mean("pallas_vs_dense", large["rows"]),
+        "dw_of_dense_rate": mean("pallas_vs_dense", large["weights"]),
         "decode_of_bandwidth_worst": worst("pallas_of_bandwidth", of["decode"]),
         "final_vs_xla_worst": worst("final_vs_xla", timed),
         "moe_layer_forward": layer.get(grouped_moe.FORWARD, {}).get("optimize_vs_jit"),

@@ -65,7 +65,10 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         title = f"plain JAX / `scheduler.optimize`, {len(models)} unmodified models, no search, on an {chip}"
         worst = number(min(min(row["ratios"]) for row in result["rows"]), 3)
         yield line(title, number(statistics.geometric_mean(models), 3), worst)
+    grouped = results["grouped-nvidia-h200"]["rows"]
     for title, ratios in (
+        ("torch's `_grouped_mm` / `tuned_ragged_dot`", [r["pallas_vs_torch"] for r in grouped if r["pallas_vs_torch"]]),
+        ("tokamax / `tuned_ragged_dot` and its gradients", [row["pallas_vs_tokamax"] for row in grouped]),
         (f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(rows)} problems", rows),
         (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
     ):
@@ -92,6 +95,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_search_times(_files(results, "tuning_time")),
         *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
+        *_grouped(_files(results, "grouped")),
         *_models(_files(results, "models")),
         *_layers(of["layer"]),
         *_many_gpus(_files(results, "many_gpus")),
@@ -287,18 +291,46 @@ def _layers(result: Result) -> Iterator[str]:
         yield line(f"{row['case']}: {model} tokens", *times, *over, number(row["error_vs_jnp"]["plan"], 3))
 
 
-def _models(results: Mapping[str, Result]) -> Iterator[str]:
+def _grouped(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## Grouped products", "")
     for name, result in results.items():
-        yield from _section("Unmodified models", name, result)
-        yield from text(
-            "Wall time of plain JAX with its default attention, and of `optimize` with an empty cache. *Least*: of "
-            "three runs. *MiB*: peak memory."
-        )
-        yield from table("model", "plain JAX", "`optimize`", "ratio", "least", "MiB, plain", "MiB", left=1)
-        for row in result["rows"]:
-            memory = (number(row[f"{version}_bytes"] / 2**20, 0) for version in ("jnp", "optimize"))
-            ratios = (number(row["optimize_vs_jnp"], 3), number(min(row["ratios"]), 3))
-            yield line(row["model"], number(row["jnp_us"], 0), number(row["optimize_us"], 0), *ratios, *memory)
+        yield ""
+        yield from _source(name, result)
+        timed = [row for row in result["rows"] if "pallas_us" in row]
+        layers = [row for row in result["rows"] if "jit_us" in row]
+        if timed:
+            s = result["summary"]
+            yield from text(
+                "Microseconds. A dense matmul's rate, with 256 rows or more in each group: "
+                f"{s['fwd_of_dense_rate']:.3f} forward, {s['dx_of_dense_rate']:.3f} gradient of rows, "
+                f"{s['dw_of_dense_rate']:.3f} of matrices. {len(timed)} points."
+            )
+            yield from table("", "XLA", "JAX's", "tokamax", "torch", "Pallas", left=1)
+        for row in notable(timed, "pallas_vs_tokamax") if timed else ():
+            times = (row[f"{of}_us"] for of in ("xla", "jax", "tokamax", "torch", "pallas"))
+            yield line(row["point"], *(number(time_us, 1) for time_us in times))
+        if layers:
+            yield from text("A layer of experts in plain JAX, by `optimize` without a search.")
+            yield from table("", "`jit`", "`optimize`", "ratio", left=1)
+        for row in layers:
+            times = (number(row[f"{of}_us"], 0) for of in ("jit", "optimize"))
+            yield line(row["point"], *times, number(row["optimize_vs_jit"], 1))
+
+
+def _models(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## Unmodified models", "")
+    yield from text(
+        "Wall time of plain JAX with its default attention over that of `optimize` with an empty cache; in parentheses "
+        "the least of three runs. *MiB*: peak memory of both."
+    )
+    for name, result in results.items():
+        yield from _source(name, result)
+    chips = [_chip(result).split()[1] for result in results.values()]
+    yield from table("model", *chips, *(f"{chip}: MiB" for chip in chips), left=1)
+    for rows in zip(*(result["rows"] for result in results.values()), strict=True):
+        ratios = (f"{number(row['optimize_vs_jnp'], 3)} ({number(min(row['ratios']), 3)})" for row in rows)
+        memory = ("→".join(number(row[f"{of}_bytes"] / 2**20, 0) for of in ("jnp", "optimize")) for row in rows)
+        yield line(rows[0]["model"], *ratios, *memory)
 
 
 def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
