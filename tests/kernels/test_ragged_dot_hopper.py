@@ -52,7 +52,7 @@ BOUNDARIES = [
 
 
 @untiled
-@pytest.mark.parametrize(("kernel", "problem"), SPACES, ids=str)
+@pytest.mark.parametrize(("kernel", "problem"), SPACES, ids=[f"{type(p).__name__} {p}" for _, p in SPACES])
 def test_onchip_bytes_are_what_lowering_asks_for(kernel, problem):
     points, _ = kernel.space(problem, TARGET).legal()
     few = random.Random(str(problem)).sample(range(len(points)), 4)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
         ("unmodified_model", "by a kernel: matmul"),
         ("nnx_training", "The model was updated in place: yes"),
         ("equinox_training", "the activation is still gelu"),
+        ("mixture_of_experts", "the gradients of tokens and experts are right"),
         ("sharded_mlp", "right, of shape (64, 32) on 4 devices"),
         ("problems", "6 problems, posed 84 times in a step"),
         ("tensor_parallel", "gated_matmul m=64 n=7168 k=8192 dtype=bfloat16 pair=True"),
