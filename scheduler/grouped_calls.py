@@ -22,6 +22,7 @@ def tuned_ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     transpose_rhs: bool = False,
+    distribution: str = "",
     **selection: Unpack[Selection],
 ) -> jax.Array:
     """Multiplies the rows of each group by the matrix of that group (`jax.lax.ragged_dot`), with the best schedule.
@@ -30,8 +31,9 @@ def tuned_ragged_dot(
     group are zeros in the result. Sums are float32 and the result is rounded once.
 
     Works wherever `tuned_matmul` works. Products of the backward pass are tuned calls, too: of this operation for
-    `lhs`, and of "ragged_dot_weights" for `rhs`. The call falls back to XLA for empty operands, unless both operands
-    are bfloat16, both float16 or both float32, and for float32 with a `precision` that is not the default. Under
+    `lhs`, and of "ragged_dot_weights" for `rhs`. The call falls back to XLA for empty operands, for two dtypes, for
+    float32 with a `precision` that is not the default, and for 8-bit operands without a `preferred_element_type` of 16
+    or 32 bits. Kernels for NVIDIA GPUs take 8-bit operands with `transpose_rhs`. Under
     `jax.vmap`, one call has the groups of all elements of the batch if both operands have them; a batch with different
     groups and the same matrices runs one call for each element. Devices may divide n and k, not rows. XLA may multiply
     all rows by all matrices, so that NaN or infinity in a matrix reaches rows of other groups; other kernels do not.
@@ -46,6 +48,8 @@ def tuned_ragged_dot(
         rows of other groups are zeros in the result. `group_sizes` may then have more groups than `rhs`, for experts
         that devices divide. `jax.lax.ragged_dot` raises NotImplementedError.
       transpose_rhs: `rhs` is ``[groups, n, k]``. It is read in that layout without a copy if the hardware supports it.
+      distribution: the sizes for which the schedule was tuned: "balanced", "skewed" (in proportion to 1/2, 1/3, ...),
+        "half_empty", or recorded sizes, "256+0+128". "" means the mean time over the three names. It changes no result.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
@@ -53,17 +57,18 @@ def tuned_ragged_dot(
 
     Raises:
       TypeError: as in `jax.lax.ragged_dot`; also for a `group_offset` of another shape or dtype.
+      ValueError: `distribution` is no name, and no sizes of so many groups and at most so many rows.
       NotImplementedError: as in `jax.lax.ragged_dot`, for arrays on a mesh with explicit axes, outside of `shard_map`.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
-    options = (precision, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs))
+    options = (precision, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs), distribution)
     return calls.answer(
         _RAGGED_CALLED, (*selected(tuned_ragged_dot, selection), *options), lhs, rhs, group_sizes, group_offset
     )
 
 
 _RAGGED_CALLED = calls.Signature(
-    RAGGED_DOT, ("precision", "preferred_element_type", "transpose_rhs"), last=("group_offset",)
+    RAGGED_DOT, ("precision", "preferred_element_type", "transpose_rhs", "distribution"), last=("group_offset",)
 )
 
 
@@ -78,6 +83,7 @@ def tuned_gated_ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     transpose_rhs: bool = False,
+    distribution: str = "",
     **selection: Unpack[Selection],
 ) -> jax.Array:
     """Computes ``activation(x @ w_gate[g]) * (x @ w_up[g])`` for the rows of each group g, with the best schedule.
@@ -90,7 +96,7 @@ def tuned_gated_ragged_dot(
     Args:
       x: ``[rows, k]``.
       w_gate, w_up: ``[groups, k, n]`` each.
-      group_sizes, preferred_element_type, group_offset: as in `tuned_ragged_dot`.
+      group_sizes, preferred_element_type, group_offset, distribution: as in `tuned_ragged_dot`.
       activation: "silu", "gelu" (the tanh form) or "relu".
       transpose_rhs: `w_gate` and `w_up` are ``[groups, n, k]``.
       on_miss, backends, schedule: as in `tuned_matmul`.
@@ -103,11 +109,13 @@ def tuned_gated_ragged_dot(
         integer, 8-bit or complex operands.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
-    options = (activation, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs))
+    options = (activation, preferred_element_type, calls.flag("transpose_rhs", transpose_rhs), distribution)
     call_options = (*selected(tuned_gated_ragged_dot, selection), *options)
     return calls.answer(_GATED_RAGGED_CALLED, call_options, x, w_gate, w_up, group_sizes, group_offset)
 
 
 _GATED_RAGGED_CALLED = calls.Signature(
-    GATED_RAGGED_DOT, ("activation", "preferred_element_type", "transpose_rhs"), last=("group_offset",)
+    GATED_RAGGED_DOT,
+    ("activation", "preferred_element_type", "transpose_rhs", "distribution"),
+    last=("group_offset",),
 )

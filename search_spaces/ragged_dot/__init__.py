@@ -17,6 +17,7 @@ from jax import lax
 from search_spaces import jax_compat
 from search_spaces.front_end import in_front, require_array, unsupported_reason, weakly_typed
 from search_spaces.matmul import epilogue, rounding
+from search_spaces.matmul.problem import RESULTS
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
@@ -31,12 +32,12 @@ from search_spaces.ragged_dot.kernels import (
     XlaRaggedDotWeights,
 )
 from search_spaces.ragged_dot.problem import (
-    DTYPES,
     GatedRaggedDotProblem,
     GroupedProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
+from search_spaces.ragged_dot.problem import group_sizes as sizes_of_distribution
 from search_spaces.ragged_dot.tpu import MosaicTpuGatedRaggedDot, MosaicTpuRaggedDot, MosaicTpuRaggedDotWeights
 from search_spaces.sharding import Sharding
 
@@ -53,6 +54,7 @@ def bind(
     transpose_rhs: bool = False,
     precision: Any = None,
     preferred_element_type: Any = None,
+    distribution: str = "",
     out_dtype: Any = None,
     boundaries: bool = False,
 ) -> BoundCall[RaggedDotProblem] | Unsupported:
@@ -64,12 +66,15 @@ def bind(
 
     Raises:
       TypeError: an operand is a list. Other calls that `jax.lax.ragged_dot` rejects raise in `Unsupported.answer`.
+      ValueError: `distribution` has no name of a distribution, and no sizes of these groups.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
-    pose = functools.partial(RaggedDotProblem.of, transpose_rhs=transpose_rhs, out_dtype=wanted or "")
+    pose = functools.partial(
+        RaggedDotProblem.of, transpose_rhs=transpose_rhs, out_dtype=wanted or "", distribution=distribution
+    )
     if boundaries:
         return BoundCall(pose(lhs, rhs, group_sizes), (lhs, rhs, group_sizes))
-    posed = _bound(pose, {"lhs": lhs, "rhs": rhs}, group_sizes, group_offset, precision)
+    posed = _bound(pose, {"lhs": lhs, "rhs": rhs}, group_sizes, group_offset, precision, distribution)
     if isinstance(posed, BoundCall):
         return posed
     answer = functools.partial(_formula, lhs, rhs, group_sizes, group_offset, transpose_rhs, precision, wanted)
@@ -86,6 +91,7 @@ def bind_gated(
     transpose_rhs: bool = False,
     activation: str = "silu",
     preferred_element_type: Any = None,
+    distribution: str = "",
     out_dtype: Any = None,
     boundaries: bool = False,
 ) -> BoundCall[GatedRaggedDotProblem] | Unsupported:
@@ -99,13 +105,17 @@ def bind_gated(
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
     pose = functools.partial(
-        GatedRaggedDotProblem.of, transpose_rhs=transpose_rhs, activation=activation, out_dtype=wanted or ""
+        GatedRaggedDotProblem.of,
+        transpose_rhs=transpose_rhs,
+        activation=activation,
+        out_dtype=wanted or "",
+        distribution=distribution,
     )
     if boundaries:
         return BoundCall(pose(x, w_gate, w_up, group_sizes), (x, w_gate, w_up, group_sizes))
     if activation not in epilogue.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(epilogue.ACTIVATIONS)}")
-    posed = _bound(pose, {"x": x, "w_gate": w_gate, "w_up": w_up}, group_sizes, group_offset, None)
+    posed = _bound(pose, {"x": x, "w_gate": w_gate, "w_up": w_up}, group_sizes, group_offset, None, distribution)
     if isinstance(posed, BoundCall):
         return posed
     answer = functools.partial(
@@ -115,7 +125,7 @@ def bind_gated(
 
 
 def _bound(
-    pose: Callable[..., Any], operands: dict[str, Any], sizes: Any, offset: Any, precision: Any
+    pose: Callable[..., Any], operands: dict[str, Any], sizes: Any, offset: Any, precision: Any, distribution: str
 ) -> BoundCall[Any] | str:
     """Returns the call of operands and sizes, or the reason why there is none."""
     given = {**operands, "group_sizes": sizes} | ({} if offset is None else {"group_offset": offset})
@@ -124,14 +134,16 @@ def _bound(
     if reason := unsupported_reason(given) or weakly_typed(*operands.values()):
         return reason
     lhs, rhs, *_ = operands.values()
-    if str(lhs.dtype) not in DTYPES:
-        return f"operands are {lhs.dtype}; kernels take {', '.join(DTYPES)}"
+    if str(lhs.dtype) not in RESULTS:
+        return f"operands are {lhs.dtype}; kernels take {', '.join(RESULTS)}"
     asked = rounding(precision)
     if asked is None or (asked != "default" and lhs.dtype == jnp.float32):
         return f"precision={(asked or precision)!r} is not the default one"
     if reason := _wrong_sizes(sizes, offset):
         return reason
     groups = sizes.shape[0] if offset is None or rhs.ndim == 0 else rhs.shape[0]
+    if distribution and lhs.ndim:
+        sizes_of_distribution(distribution, lhs.shape[0], groups)
     try:
         problem = pose(*operands.values(), jax.ShapeDtypeStruct((groups + 1,), jnp.int32))
     except (TypeError, ValueError) as error:
@@ -219,14 +231,16 @@ def transpose(call: Call, p: RaggedDotProblem, cotangent: jax.Array, args: Any) 
     """Computes ``dlhs[row] = dout[row] @ rhs[g].T``, or ``drhs[g] = lhs[rows of g].T @ dout[rows of g]``."""
     lhs, rhs, boundaries = args
     dout, other = _of_one_dtype(cotangent, rhs if lhs is None else lhs)
-    wide = dataclasses.replace(p, dtype=str(dout.dtype), out_dtype=p.dtype)
+    dtype = str(dout.dtype)
+    # An 8-bit cotangent is rounded afterwards.
+    wide = dataclasses.replace(p, dtype=dtype, out_dtype=p.dtype if p.dtype in RESULTS[dtype] else "")
     if lhs is None:
         flipped = dataclasses.replace(wide, k=p.n, n=p.k, transpose_rhs=not p.transpose_rhs)
-        return call(flipped, dout, other, boundaries), None, None
+        return call(flipped, dout, other, boundaries).astype(p.dtype), None, None
     both = (dout, other) if p.transpose_rhs else (other, dout)
     k, n = (p.n, p.k) if p.transpose_rhs else (p.k, p.n)
     weights = RaggedDotWeightsProblem(p.rows, p.groups, k, n, wide.dtype, wide.out_dtype)
-    return None, call(RAGGED_DOT_WEIGHTS, weights, *both, boundaries), None
+    return None, call(RAGGED_DOT_WEIGHTS, weights, *both, boundaries).astype(p.dtype), None
 
 
 def transpose_weights(
@@ -242,8 +256,12 @@ def transpose_weights(
 
 
 def _of_one_dtype(cotangent: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Widens the narrower of both; narrowing the cotangent of a wide result would lose the requested precision."""
-    dtype = jnp.promote_types(cotangent.dtype, other.dtype)
+    """Widens the narrower of both; narrowing the cotangent of a wide result would lose the requested precision.
+
+    8-bit floats, which JAX does not promote, are exact in any dtype of the cotangent.
+    """
+    narrow = other.dtype.itemsize == 1
+    dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
     return cotangent.astype(dtype), other.astype(dtype)
 
 

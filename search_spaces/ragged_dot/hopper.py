@@ -25,7 +25,7 @@ from jax import lax
 
 from search_spaces.footprint import Footprint
 from search_spaces.gated_matmul.hopper import of_two_factors
-from search_spaces.hopper import not_hopper
+from search_spaces.hopper import TMA_GMEM_ALIGNMENT, not_hopper
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul.hopper.footprint import footprint as of_product
@@ -42,7 +42,7 @@ from search_spaces.ragged_dot.problem import (
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
-from search_spaces.space import Columns, Space, cdiv
+from search_spaces.space import Column, Columns, Space, cdiv
 from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
@@ -290,17 +290,14 @@ def _of_rows(p: RaggedDotProblem | GatedRaggedDotProblem) -> GroupedRows:
     )
 
 
-# Elements of 16 bytes.
-ALIGNED = 8
-
-
 def _unsupported(p: GroupedProblem, target: Target) -> str | None:
     if reason := not_hopper(target):
         return reason
     if p.dtype == "float32":
-        return "multiplies 16-bit operands, not float32"
-    if p.k % ALIGNED or p.n % ALIGNED:
-        return f"needs k and n that are multiples of {ALIGNED}, as TMA loads rows at multiples of 16 bytes"
+        return "multiplies operands of 16 or 8 bits, not float32"
+    aligned = TMA_GMEM_ALIGNMENT // jnp.dtype(p.dtype).itemsize
+    if p.k % aligned or p.n % aligned:
+        return f"needs k and n that are multiples of {aligned}, as TMA loads rows at multiples of 16 bytes"
     if not HAS_UNTILED_SWIZZLE:
         return "needs a swizzled layout without tiles, which this version of JAX does not support"
     return None
@@ -330,10 +327,19 @@ class MosaicGpuRaggedDot(Kernel[RaggedDotProblem, HopperSchedule]):
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H100
 
     def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
-        return _unsupported(problem, target)
+        if reason := _unsupported(problem, target):
+            return reason
+        if jnp.dtype(problem.dtype).itemsize == 1 and not problem.transpose_rhs:
+            # PTX ISA, wgmma: other operands than 16-bit ones are read in that order only.
+            return "multiplies 8-bit matrices whose last axis is k: transpose_rhs=True"
+        return None
 
     def largest_array(self, problem: RaggedDotProblem) -> int:
         return _largest_indexed(problem)
+
+    def verified(self, problem: RaggedDotProblem, schedules: Columns, target: Target) -> Column | bool:
+        # 8-bit operands ran in the interpreter only.
+        return jnp.dtype(problem.dtype).itemsize > 1 and super().verified(problem, schedules, target)
 
     def space(self, problem: RaggedDotProblem, target: Target) -> Space[HopperSchedule]:
         return rows_space(problem, target.cores)

@@ -59,14 +59,16 @@ def ragged_dot(lhs: jax.Array, rhs: jax.Array, boundaries: jax.Array, transpose_
 
 
 def _general(lhs: jax.Array, rhs: jax.Array, boundaries: jax.Array, dimensions: Any, out: Any) -> jax.Array:
+    # Sums of integers are integers, for any dtype of the result.
+    summed = jnp.dtype(jnp.int32 if lhs.dtype == jnp.int8 else out)
     return lax.ragged_dot_general(
         lhs,
         rhs,
         sizes_of(boundaries),
         dimensions,
         precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.dtype(out),
-    )
+        preferred_element_type=summed,
+    ).astype(out)
 
 
 class XlaRaggedDot(LibraryKernel[RaggedDotProblem]):

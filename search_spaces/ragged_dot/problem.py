@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ from jax import lax
 
 from search_spaces import checking
 from search_spaces.matmul import epilogue
-from search_spaces.matmul.problem import MatmulProblem, in_proportion
+from search_spaces.matmul.problem import RESULTS, MatmulProblem, in_proportion
 from search_spaces.problem import Problem, T, TakeRows, Tolerance, nbytes, scaled
 
-DTYPES = ("bfloat16", "float16", "float32")
-RESULTS = ("bfloat16", "float16", "float32")
+FLOATS = ("bfloat16", "float16", "float32")
 # Rows that the reference multiplies at a time.
 BLOCK = 128
 
@@ -93,7 +92,7 @@ class GroupedProblem(Problem):
       groups: number of groups.
       k, n: extents of a group's matrix.
       dtype: of the operands.
-      out_dtype: of the result; "" means `dtype`.
+      out_dtype: of the result; "" means `dtype`, and is not allowed for 8-bit operands.
       distribution: the sizes of groups for which schedules are timed: one of `DISTRIBUTIONS`, or recorded sizes,
         256+0+128; "" means all of `DISTRIBUTIONS`.
     """
@@ -106,13 +105,18 @@ class GroupedProblem(Problem):
     out_dtype: str = ""
     distribution: str = ""
 
+    dtypes: ClassVar[tuple[str, ...]] = FLOATS
+
     def __post_init__(self) -> None:
         self._spell_dtypes()
         for name in ("rows", "groups", "k", "n"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        self._require("dtype", DTYPES)
-        self._require("out_dtype", ("", *RESULTS))
+        self._require("dtype", self.dtypes)
+        given = RESULTS[self.dtype]
+        self._require(
+            "out_dtype", ("", *given) if self.dtype in given else given, f", which {self.dtype} operands give"
+        )
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
         self.draws()
@@ -174,17 +178,16 @@ class GroupedProblem(Problem):
         return *operands, jnp.asarray(drawn)
 
     def special(self) -> tuple[str, ...]:
-        kinds = checking.kinds_of([jnp.dtype(self.dtype)])
-        return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
+        return self.product.special()
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Alters the operands, and draws boundaries at any row."""
+        """Alters the operands (of integers the first one, so that sums are exact), and draws boundaries at any row."""
         *operands, _ = self.inputs(seed)
-        altered = checking.with_special_values(operands, kind)
-        return *altered, jnp.asarray(random_boundaries(seed, self.rows, self.groups))
+        altered = checking.with_special_values(operands[:1] if self.dtype == "int8" else operands, kind)
+        return *altered, *operands[len(altered) :], jnp.asarray(random_boundaries(seed, self.rows, self.groups))
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        return (in_proportion(self.tolerance(), 4 * self._summed**0.5),)
+        return dataclasses.replace(self.product, k=self._summed).special_tolerance(kind)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -219,9 +222,18 @@ class RaggedDotProblem(GroupedProblem):
 
     transpose_rhs: bool = False
 
+    dtypes = tuple(RESULTS)
+
     @classmethod
     def of(
-        cls, lhs: Any, rhs: Any, boundaries: Any, *, transpose_rhs: bool = False, out_dtype: Any = ""
+        cls,
+        lhs: Any,
+        rhs: Any,
+        boundaries: Any,
+        *,
+        transpose_rhs: bool = False,
+        out_dtype: Any = "",
+        distribution: str = "",
     ) -> RaggedDotProblem:
         """Returns the problem of ``lhs[rows, k]``, ``rhs[groups, k, n]`` and ``boundaries[groups + 1]``."""
         check(lhs, boundaries, rhs.shape[0] if rhs.ndim else 0)
@@ -233,7 +245,7 @@ class RaggedDotProblem(GroupedProblem):
             raise TypeError(f"lhs is {lhs.dtype} and rhs is {rhs.dtype}; one dtype is needed")
         (rows, k), n = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
         out_dtype = out_dtype and str(jnp.dtype(out_dtype))
-        return cls(rows, rhs.shape[0], k, n, str(lhs.dtype), out_dtype, transpose_rhs=transpose_rhs)
+        return cls(rows, rhs.shape[0], k, n, str(lhs.dtype), out_dtype, distribution, transpose_rhs=transpose_rhs)
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns `lhs`, `rhs` and the boundaries."""
@@ -249,8 +261,10 @@ class RaggedDotProblem(GroupedProblem):
         return jax.ShapeDtypeStruct((self.rows, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
     def reference(self, *args: jax.Array) -> jax.Array:
+        """Computes in float32, where sums of integers are exact up to 2^24, as in `MatmulProblem.reference`."""
         lhs, rhs, boundaries = args
-        return by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
+        out = by_blocks(lhs, functools.partial(_product_of_block, rhs, self.transpose_rhs), boundaries, self.n)
+        return out.astype(jnp.int32) if self.out_dtype == "int32" else out
 
     def neighbour(self) -> RaggedDotProblem | None:
         below = self.product.neighbour()
@@ -286,12 +300,13 @@ class GatedRaggedDotProblem(GroupedProblem):
         transpose_rhs: bool = False,
         activation: str = "silu",
         out_dtype: Any = "",
+        distribution: str = "",
     ) -> GatedRaggedDotProblem:
         """Returns the problem of ``lhs[rows, k]``, `gate` and `up` ``[groups, k, n]``, and the boundaries."""
         if gate.shape != up.shape or gate.dtype != up.dtype:
             raise ValueError(f"gate {gate.dtype}{gate.shape} and up {up.dtype}{up.shape} are not alike")
-        one = RaggedDotProblem.of(lhs, gate, boundaries, transpose_rhs=transpose_rhs, out_dtype=out_dtype)
-        return cls(**vars(one), activation=activation)
+        how = {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype, "distribution": distribution}
+        return cls(**vars(RaggedDotProblem.of(lhs, gate, boundaries, **how)), activation=activation)
 
     @property
     def one(self) -> RaggedDotProblem:

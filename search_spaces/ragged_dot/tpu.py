@@ -39,6 +39,7 @@ from search_spaces.matmul.tpu import (
     unsupported,
 )
 from search_spaces.ragged_dot.problem import (
+    FLOATS,
     GatedRaggedDotProblem,
     GroupedProblem,
     RaggedDotProblem,
@@ -401,6 +402,8 @@ class MosaicTpuRaggedDot(Kernel[RaggedDotProblem, RaggedTpuSchedule]):
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
+        if problem.dtype not in FLOATS:
+            return f"multiplies {', '.join(FLOATS)}, not {problem.dtype}"
         return unsupported(target, problem.dtype, problem.out_dtype or problem.dtype)
 
     def space(self, problem: RaggedDotProblem, target: Target) -> Space[RaggedTpuSchedule]:

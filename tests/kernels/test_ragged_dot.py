@@ -197,6 +197,38 @@ def test_results_and_operands_of_other_dtypes():
     assert tuned_ragged_dot(X, w, SIZES).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("backends", ["interpret", "xla"])
+def test_operands_of_8_bits_with_a_wider_result(dtype, backends):
+    keys = jax.random.split(jax.random.key(0), 2)
+    lhs, rhs = (jax.random.randint(key, shape, -3, 4) for key, shape in zip(keys, [(24, 16), (3, 8, 16)], strict=True))
+    sizes, out = jnp.array([5, 0, 12]), jnp.int32 if dtype == "int8" else jnp.float32
+    found = tuned_ragged_dot(
+        lhs.astype(dtype),
+        rhs.astype(dtype),
+        sizes,
+        transpose_rhs=True,
+        preferred_element_type=out,
+        backends=backends,
+    )
+    assert found.dtype == out
+    wanted = np.concatenate([lhs[:5] @ rhs[0].T, lhs[5:17] @ rhs[2].T, np.zeros((7, 8), np.int32)])
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_gradients_of_8_bit_operands_have_their_dtype():
+    lhs, rhs = jnp.ones((16, 32), jnp.float8_e4m3fn), jnp.ones((2, 48, 32), jnp.float8_e4m3fn)
+
+    def total(lhs, rhs):
+        product = tuned_ragged_dot(lhs, rhs, jnp.array([5, 8]), transpose_rhs=True, preferred_element_type=jnp.bfloat16)
+        return product.astype(jnp.float32).sum()
+
+    dlhs, drhs = jax.grad(total, argnums=(0, 1))(lhs, rhs)
+    assert (dlhs.dtype, drhs.dtype) == (lhs.dtype, rhs.dtype)
+    np.testing.assert_array_equal(dlhs[:, 0].astype(np.float32), [48.0] * 13 + [0.0] * 3)
+    np.testing.assert_array_equal(drhs[:, 0, 0].astype(np.float32), [5.0, 8.0])
+
+
 def test_no_rows_no_groups_and_no_columns():
     none = jnp.zeros(0, jnp.int32)
     for shape, out in (
@@ -425,6 +457,8 @@ def test_calls_that_jax_rejects_raise_a_type_error(args, says):
             TypeError,
             "int32 take no activation",
         ),
+        (lambda: tuned_ragged_dot(X, W, SIZES, distribution="even"), ValueError, "'even' is not one of balanced"),
+        (lambda: tuned_ragged_dot(X, W, SIZES, distribution="1+2"), ValueError, "distribution has 2 sizes"),
         (lambda: tuned_ragged_dot(X, W, SIZES, group_ofset=SIZES), TypeError, "did you mean 'group_offset'"),
         (
             lambda: tuned_ragged_dot(X, W, SIZES, on_miss="error"),
@@ -570,6 +604,17 @@ def test_a_search_finds_and_a_call_serves_a_schedule():
     assert record.tried >= 2
     close(tuned_ragged_dot(X, W, SIZES, on_miss="error", backends="pallas"), dense(X, W))
     assert scheduler.tuned(RAGGED_DOT).problem(X, W, SIZES) == RaggedDotProblem(ROWS, GROUPS, K, N, "float32")
+
+
+def test_a_call_poses_the_problem_of_its_distribution():
+    found = []
+    for distribution in ("", "skewed", "+".join(map(str, SIZES.tolist()))):
+        bound = RAGGED_DOT.bind(X, W, SIZES, distribution=distribution)
+        found.append(bound.problem)
+        close(tuned_ragged_dot(X, W, SIZES, distribution=distribution), products(X, W, boundaries(SIZES)))
+    assert [p.distribution for p in found[:2]] == ["", "skewed"]
+    assert found[2].draws()[0].tolist() == boundaries(SIZES).tolist()
+    assert len({p.canonical() for p in found}) == 3
 
 
 def test_a_problem_is_that_of_its_operands_and_of_its_key():

@@ -62,7 +62,7 @@ def test_onchip_bytes_are_what_lowering_asks_for(kernel, problem):
 
 
 def check(kernel, problem, one, boundaries=BOUNDARIES):
-    """Asserts that a schedule is right for all boundaries, with NaN in rows of no group."""
+    """Asserts that a schedule is right for all boundaries, with NaN (99 in integers) in rows of no group."""
     *operands, _ = problem.inputs(0)
     target, tolerance = dataclasses.replace(TARGET, cores=4), problem.tolerance()
     with gpu_interpreter():
@@ -71,7 +71,9 @@ def check(kernel, problem, one, boundaries=BOUNDARIES):
             edges = jnp.asarray(each, jnp.int32)
             row = np.arange(problem.rows)
             no_group = ((row < each[0]) | (row >= each[-1]))[:, None]
-            args = [jnp.where(no_group, jnp.nan, x) if x.shape[0] == problem.rows else x for x in operands]
+            floats = jnp.issubdtype(operands[0].dtype, jnp.floating)
+            other = jnp.asarray(jnp.nan if floats else 99, operands[0].dtype)
+            args = [jnp.where(no_group, other, x) if x.shape[0] == problem.rows else x for x in operands]
             found = np.asarray(run(*args, edges), np.float32)
             wanted = np.asarray(problem.reference(*args, edges), np.float32)
             np.testing.assert_allclose(
@@ -105,6 +107,29 @@ def test_transposed_matrices_and_float32_results(fields):
         schedule(**fields),
         BOUNDARIES[:3],
     )
+
+
+EIGHT_BITS = [
+    RaggedDotProblem(300, 5, 384, 128, dtype, out_dtype, transpose_rhs=True)
+    for dtype, out_dtype in (("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "float32"), ("int8", "int32"))
+]
+
+
+@interpreted
+@pytest.mark.parametrize("problem", EIGHT_BITS, ids=str)
+def test_operands_of_8_bits(problem):
+    for fields in ({}, ORDERED, FEW_ROWS):
+        check(ROWS, problem, schedule(**fields | {"tile_k": 128}), BOUNDARIES[1:3])
+
+
+@untiled
+def test_8_bit_matrices_have_k_last_and_are_selected_only_if_measured():
+    (problem, *_) = EIGHT_BITS
+    assert ROWS.supports(problem, TARGET) is None
+    assert "transpose_rhs=True" in ROWS.supports(dataclasses.replace(problem, transpose_rhs=False), TARGET)
+    points, _ = ROWS.space(problem, TARGET).legal()
+    assert not np.any(ROWS.verified(problem, points, TARGET))
+    assert np.all(ROWS.verified(RaggedDotProblem(300, 5, 384, 128), points, TARGET))
 
 
 @interpreted
