@@ -26,6 +26,14 @@ def matmul(xp: Any, a: Any, b: Any, bias: Any = None, residual: Any = None, *, t
     return c if split_sizes is None else (c[..., : split_sizes[0]], c[..., split_sizes[0] :])
 
 
+def ragged_dot(xp: Any, lhs: Any, rhs: Any, sizes: Any, *, transpose_rhs: bool) -> Any:
+    ends = np.cumsum(np.asarray(sizes))
+    parts = np.split(np.arange(lhs.shape[0]), ends)
+    matrices = [*(xp.swapaxes(rhs, 1, 2) if transpose_rhs else rhs)]
+    products = [lhs[rows] @ matrix for rows, matrix in zip(parts, matrices, strict=False)]
+    return xp.concatenate([*products, xp.zeros((len(parts[-1]), matrices[0].shape[1]))])
+
+
 def softmax(xp: Any, x: Any) -> Any:
     e = xp.exp(x - x.max(-1, keepdims=True, initial=-math.inf))
     return e / e.sum(-1, keepdims=True)

@@ -92,6 +92,19 @@ def a_matmul(draw: random.Random, values: str) -> Call:
     return Call("matmul", (a, b), (dtype, dtype), options, right, named, (True, draw.random() < 0.5))
 
 
+def a_ragged_dot(draw: random.Random, values: str) -> Call:
+    """Groups of any sizes, some of them empty; rows may be left over."""
+    (rows, n, k), dtype, groups = extents(draw, 3, 60, values), draw.choice(FLOATS), draw.randint(1, 6)
+    edges = sorted(draw.randint(0, rows) for _ in range(groups))
+    sizes = np.diff([0, *edges]).astype(np.int32)
+    transpose_rhs = draw.random() < 0.5
+    rhs = drawn(draw, (groups, *((n, k) if transpose_rhs else (k, n))), dtype)
+    options = {"transpose_rhs": transpose_rhs}
+    right = functools.partial(formulas.ragged_dot, **options)
+    arrays = drawn(draw, (rows, k), dtype, values), rhs, sizes
+    return Call("ragged_dot", arrays, (dtype, dtype, "int32"), options, right, {}, (True, draw.random() < 0.5, False))
+
+
 def some_rows(draw: random.Random, values: str) -> tuple[int, ...]:
     return tuple(extents(draw, draw.choice((1, 1, 2)), 12, values))
 
@@ -204,5 +217,14 @@ def a_flash_attention_backward(draw: random.Random, values: str) -> Call:
     )  # fmt: skip
 
 
-MAKERS = (a_matmul, a_softmax, a_softmax_with_lse, a_rms_norm, an_add_rms_norm, a_silu_and_mul, a_flash_attention,
-          a_flash_attention_backward)  # fmt: skip
+MAKERS = (
+    a_matmul,
+    a_ragged_dot,
+    a_softmax,
+    a_softmax_with_lse,
+    a_rms_norm,
+    an_add_rms_norm,
+    a_silu_and_mul,
+    a_flash_attention,
+    a_flash_attention_backward,
+)
