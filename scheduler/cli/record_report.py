@@ -140,8 +140,9 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None, 
         "predicted": [_predicted_text(entry.predicted_s, entry.backend in unpredicted) for entry in record.entries],
     }
     shown_columns = [name for name, cells in columns.items() if any(cells)]
-    if sum(max(map(len, [name, *columns[name]])) + 2 for name in shown_columns) - 2 > width:
-        shown_columns.remove("spread")
+    for dispensable in ("spread", rate):
+        if sum(max(map(len, [name, *columns[name]])) + 2 for name in shown_columns) - 2 > width:
+            shown_columns.remove(dispensable)
     made = table(*shown_columns, numbers=shown_columns[2:])
     for cells in zip(*(columns[name] for name in shown_columns), strict=True):
         made.add_row(*texts(*cells))

@@ -92,6 +92,7 @@ def test_torch_that_ends_is_a_failure():
 def row(kind, **figures):
     ratios = {f"{mine}_vs_{other}": 1.0 for mine in ("pallas", "final") for other in benchmark.OTHERS}
     base = {"point": f"{kind} some skewed", "kind": kind, "pallas_us": 1.0, "pallas_of_bandwidth": 0.5}
+    base |= {"least_rows": benchmark.MANY_ROWS}
     return base | ratios | figures
 
 
@@ -100,14 +101,15 @@ def test_the_figures_are_those_of_their_kinds():
         [
             row("forward", pallas_vs_torch=2.0, pallas_vs_tokamax=1.5),
             row("forward", pallas_vs_torch=0.5, pallas_vs_xla=None),
-            row("decode", pallas_vs_torch=0.1, pallas_of_bandwidth=0.9),
+            row("decode", pallas_vs_torch=8.0, pallas_of_bandwidth=0.9),
             row("rows", pallas_vs_dense=0.8, final_vs_xla=0.7),
+            row("rows", pallas_vs_dense=0.1, least_rows=benchmark.MANY_ROWS - 1),
             row("weights", pallas_vs_dense=0.9),
             {"point": grouped_moe.FORWARD, "optimize_vs_jit": 3.0},
         ]
     )
-    assert figures["points"] == 5
-    assert figures["fwd_vs_torch_geomean"] == pytest.approx(1.0)
+    assert figures["points"] == 6
+    assert figures["fwd_vs_torch_geomean"] == pytest.approx(2.0)
     assert figures["fwd_vs_torch_worst"] == 0.5
     assert figures["dx_of_dense_rate"] == pytest.approx(0.8)
     assert figures["dw_of_dense_rate"] == pytest.approx(0.9)
