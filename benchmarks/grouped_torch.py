@@ -5,6 +5,7 @@ As a program it reads one request to a line, and writes the kernel time in secon
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -48,7 +49,8 @@ class TorchProcess:
 
     def close(self) -> None:
         self._process.kill()
-        with self._process:  # closes its pipes and waits
+        # Closes its pipes and waits; a request may not have reached a process that has ended.
+        with contextlib.suppress(BrokenPipeError), self._process:
             pass
 
 
