@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -37,7 +36,7 @@ import suite
 from attention_points import REHEARSED, Point, points
 from attention_rivals import BACKWARD, BACKWARD_RIVALS, FORWARD, FORWARD_RIVALS, RIVALS
 from harness import Kept, told
-from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
+from independent import REPETITIONS, Candidate, conditions, start_fresh, time_in_rounds, times_of
 from rich.console import Console
 from rich.table import Table
 from suite import answers, cell, conclude, found, search, time_all
@@ -60,15 +59,6 @@ ERRORS = Path(__file__).with_name("attention_errors.py")
 SEARCHING = 0.7
 # XLA is compared where it takes at most so many times as long as the final answer: longer is no news, and slow to time.
 MOST_TIMES = 4.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """Who is timed, as `independent.conditions` reads it."""
-
-    backend: str
-    version: int
-    schedule: Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,7 +32,7 @@ from grouped_points import REHEARSED, Point, points
 from grouped_rivals import FORWARD_AND_RIVALS, GATED_AND_RIVALS, RIVALS, WEIGHTS_AND_RIVALS
 from grouped_torch import LAYOUTS, MEMORY_BYTES, TORCH, TorchProcess, available
 from harness import Kept
-from independent import REPETITIONS, FreshProcesses, conditions, time_in_rounds, times_of
+from independent import REPETITIONS, Candidate, FreshProcesses, conditions, time_in_rounds, times_of
 from rich.console import Console
 from rich.table import Table
 from suite import cell, conclude, found, search, time_all
@@ -66,15 +66,6 @@ MOST_XLA_S = 0.02
 MANY_ROWS = 256
 # Of the time, for searches; the rest is for the comparison.
 SEARCHING = 0.6
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """What is timed, as `independent.conditions` reads it."""
-
-    backend: str
-    version: int
-    schedule: Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,6 +26,15 @@ LIBRARY_COMPILATIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What is timed, if it is no entry of a record and no trial."""
+
+    backend: str
+    version: int
+    schedule: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Timed:
     """What the rounds showed.
 
@@ -98,7 +107,11 @@ def start_fresh() -> Runner:
 
 
 def conditions(
-    operation: Operation[Any], problem: Problem, candidates: Mapping[str, Entry | Trial], fresh: Runner, rounds: int
+    operation: Operation[Any],
+    problem: Problem,
+    candidates: Mapping[str, Candidate | Entry | Trial],
+    fresh: Runner,
+    rounds: int,
 ) -> dict[str, Any]:
     """All that such times depend on."""
     return {

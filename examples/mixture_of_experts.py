@@ -6,31 +6,33 @@ expert by its matrix. On a Hopper GPU the kernels are Pallas's; here the interpr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 import scheduler
 
+Experts = Callable[..., jax.Array]
 TOKENS, WIDTH, HIDDEN, EXPERTS, ACTIVE = 64, 32, 16, 4, 2
 
 
-def layer(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    scores, chosen = jax.lax.top_k(jax.nn.softmax(x @ router), ACTIVE)
-    order = jnp.argsort(chosen.ravel())
-    sizes = jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int32)
-    rows = x[order // ACTIVE]
+def experts(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array) -> jax.Array:
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    out = jax.lax.ragged_dot(hidden, down, sizes) * scores.ravel()[order][:, None]
-    return jnp.zeros_like(x).at[order // ACTIVE].add(out)
+    return jax.lax.ragged_dot(hidden, down, sizes)
 
 
-def with_tuned_calls(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Computes the same layer; the gate and its product are one kernel."""
+def tuned_experts(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes the same by tuned calls; the gate and its product are one kernel."""
+    hidden = scheduler.tuned_gated_ragged_dot(rows, gate, up, sizes)
+    return scheduler.tuned_ragged_dot(hidden, down, sizes)
+
+
+def layer(x: jax.Array, router: jax.Array, *weights: jax.Array, multiply: Experts = experts) -> jax.Array:
     scores, chosen = jax.lax.top_k(jax.nn.softmax(x @ router), ACTIVE)
     order = jnp.argsort(chosen.ravel())
     sizes = jnp.bincount(chosen.ravel(), length=EXPERTS).astype(jnp.int32)
-    hidden = scheduler.tuned_gated_ragged_dot(x[order // ACTIVE], gate, up, sizes)
-    out = scheduler.tuned_ragged_dot(hidden, down, sizes) * scores.ravel()[order][:, None]
+    out = multiply(x[order // ACTIVE], *weights, sizes) * scores.ravel()[order][:, None]
     return jnp.zeros_like(x).at[order // ACTIVE].add(out)
 
 
@@ -48,7 +50,8 @@ def main() -> None:
     print(fast.report())
     errors = [float(jnp.abs(a - b).max()) for a, b in zip(wanted, found, strict=True)]
     print(f"the gradients of tokens and experts are {'right' if max(errors) < 1e-4 else 'wrong'}")
-    print(f"the layer of tuned calls differs by {float(jnp.abs(layer(*args) - with_tuned_calls(*args)).max()):.1e}")
+    apart = jnp.abs(layer(*args) - layer(*args, multiply=tuned_experts)).max()
+    print(f"the layer of tuned calls differs by {float(apart):.1e}")
 
 
 if __name__ == "__main__":

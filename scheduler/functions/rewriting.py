@@ -15,11 +15,11 @@ from jax.interpreters import partial_eval
 
 from scheduler.core.frames import Call
 from scheduler.functions import comparison, equations
-from search_spaces import OPERATIONS, aligned, fingerprint, load, lowering_compat, recognise, residuals, scatters
+from search_spaces import OPERATIONS, aligned, fingerprint, load, lowering_compat, recognise, remat, scatters
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import CALLS, Graph, Inlined, Left, Node, Region, Stage, Value
-from search_spaces.residuals import Recomputed
+from search_spaces.remat import Recomputed
 
 # Calls whose bodies are searched together with the equations around them. Not `jax.checkpoint`: its body is computed
 # again on purpose.
@@ -129,10 +129,10 @@ class Rewriter:
         if self._platform is None:
             return _Changes(tuple(regions), bodies, pairs)
         formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
-        of_backward = residuals.backward(graph.items, equations.is_backward)
-        again = {id(each.value): each for each in residuals.recomputed(graph, of_backward)}
+        of_backward = remat.backward(graph.items, equations.is_backward)
+        again = {id(each.value): each for each in remat.recomputed(graph, of_backward)}
         texts = {node: text for node, (_, text) in formulas.items()}
-        texts |= {each.expensive: residuals.text_of(each.expensive) for each in again.values() if each.expensive}
+        texts |= {each.expensive: remat.text_of(each.expensive) for each in again.values() if each.expensive}
         lines = equations.lines_of(graph.items) if texts else {}
         for node, text in texts.items():
             at = Found((), 1, lines[id(node)]).source

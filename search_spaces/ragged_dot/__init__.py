@@ -36,6 +36,7 @@ from search_spaces.ragged_dot.problem import (
     GroupedProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
+    sizes_of,
 )
 from search_spaces.ragged_dot.problem import group_sizes as sizes_of_distribution
 from search_spaces.ragged_dot.tpu import MosaicTpuGatedRaggedDot, MosaicTpuRaggedDot, MosaicTpuRaggedDotWeights
@@ -189,7 +190,7 @@ def _formula(
         sizes = sizes if offset is None else jnp.zeros(rhs.shape[:1], jnp.int32)
         return product(lhs, rhs, sizes)
     bounds = _boundaries(sizes, jnp.asarray(offset), rhs.shape[0], lhs.shape[0])
-    found = product(lhs, rhs, kernels.sizes_of(bounds))
+    found = product(lhs, rhs, sizes_of(bounds))
     return jnp.where(kernels.of_a_group(bounds, lhs.shape[0]), found, jnp.zeros_like(found))
 
 

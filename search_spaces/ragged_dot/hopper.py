@@ -42,6 +42,7 @@ from search_spaces.ragged_dot.problem import (
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
+from search_spaces.ragged_dot.visits import covering
 from search_spaces.space import Column, Columns, Space, cdiv
 from search_spaces.target import Target
 
@@ -76,14 +77,14 @@ class GroupedK(MatmulProblem):
 
 
 def row_tiles(boundaries: jax.Array, rows: int, tile: int) -> jax.Array:
-    """Returns the rows of tiles in launch order: their numbers, then the group, first row and end of each.
+    """Returns two counts, and then the group, the first row and the end of each row of tiles, in launch order.
 
-    The numbers are those of rows of tiles in groups, and of rows of tiles in no group, which follow them. Their array
-    ``[2 + 3 * most_row_tiles(...)]`` has room for any boundaries.
+    The first count is that of the rows of tiles in groups. The second count is that of the rows of tiles in no group,
+    which follow. The array ``[2 + 3 * most_row_tiles(...)]`` has room for any boundaries.
     """
     groups = boundaries.shape[0] - 1
     # Rows before the first boundary and after the last one form two more groups, at the end.
-    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), boundaries, jnp.full(1, rows, jnp.int32)])
+    edges = covering(boundaries, rows)
     order = np.array([*range(1, groups + 1), 0, groups + 1])
     first, end = edges[order], edges[order + 1]
     counts = (end - first + tile - 1) // tile
@@ -132,7 +133,7 @@ class RowScheduler(TileScheduler):
         return self._own(self.rows[0])
 
     def _own(self, row_tiles: Any) -> Any:
-        """Returns the number of tiles of this CTA's cluster among all of some rows of tiles."""
+        """Returns how many tiles of `row_tiles` rows of tiles this CTA's cluster computes."""
         return lax.div(row_tiles * self._others - 1 - self.cluster + self.clusters, self.clusters)
 
     def work_tile(self, number: Any, start: Any) -> WorkTile:
@@ -143,7 +144,7 @@ class RowScheduler(TileScheduler):
         lax.fori_loop(0, own, lambda number, _: store(self._tile(number, 0, self.rows[1], before)), None)
 
     def _tile(self, number: Any, start: Any, row_tiles: Any, before: Any) -> WorkTile:
-        """Returns a tile among some rows of tiles, of which others are `before` them."""
+        """Returns a tile of `row_tiles` rows of tiles, which follow `before` others."""
         s, along = self.plan.s, self._along
         grid = (self._others, row_tiles) if s.swap_ab else (row_tiles, self._others)
         tile = self.cluster + number * self.clusters
@@ -311,7 +312,7 @@ def _largest_indexed(p: GroupedProblem) -> int:
 def run_rows(
     p: GroupedRows, s: HopperSchedule, target: Target, operands: tuple[jax.Array, ...], gate: Gate | None = None
 ) -> jax.Array:
-    """Runs a launch over groups of rows; the last operand are the boundaries."""
+    """Runs a launch over groups of rows; the last of `operands` holds the boundaries."""
     *arrays, boundaries = operands
     unit = s.tile_m * (1 + (s.cluster == "m"))
     tiles = row_tiles(boundaries, p.m, unit)

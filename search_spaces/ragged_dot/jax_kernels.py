@@ -23,7 +23,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul.hopper.footprint import OTHER_REGISTERS
-from search_spaces.ragged_dot.problem import RaggedDotProblem
+from search_spaces.ragged_dot.problem import RaggedDotProblem, sizes_of
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target
 
@@ -125,9 +125,8 @@ class JaxRaggedDot(Kernel[RaggedDotProblem, JaxSchedule]):
         self, problem: RaggedDotProblem, schedule: JaxSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         lhs, rhs, boundaries = args
-        sizes = jnp.diff(boundaries).at[0].add(boundaries[0])
         kernel = jax_compat.jax_gpu_kernel("ragged_dot_mgpu").ragged_dot
-        out = kernel(lhs, rhs, group_sizes=sizes, transpose_rhs=problem.transpose_rhs, **vars(schedule))
+        out = kernel(lhs, rhs, group_sizes=sizes_of(boundaries), transpose_rhs=problem.transpose_rhs, **vars(schedule))
         return zero_rows_of_no_group(out, boundaries)
 
 

@@ -22,6 +22,7 @@ from search_spaces.ragged_dot.problem import (
     GroupedProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
+    sizes_of,
 )
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target, not_interpreted
@@ -38,12 +39,6 @@ def of_a_group(boundaries: jax.Array, rows: int) -> jax.Array:
     """Returns which rows belong to a group, ``bool[rows, 1]``."""
     row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     return (row >= boundaries[0]) & (row < boundaries[-1])
-
-
-def sizes_of(boundaries: jax.Array) -> jax.Array:
-    """Returns the sizes of groups, with the rows before the first group as part of it."""
-    starts = boundaries[:-1]
-    return boundaries[1:] - jnp.where(lax.broadcasted_iota(jnp.int32, starts.shape, 0) == 0, 0, starts)
 
 
 def numbers(contracted: tuple[int, int], group_axes: tuple[int, ...]) -> lax.RaggedDotDimensionNumbers:

@@ -71,6 +71,12 @@ def boundaries_of(sizes: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(np.asarray(sizes))]).astype(np.int32)
 
 
+def sizes_of(boundaries: jax.Array) -> jax.Array:
+    """Returns the sizes of groups, with the rows before the first group as part of it."""
+    starts = boundaries[:-1]
+    return boundaries[1:] - jnp.where(lax.broadcasted_iota(jnp.int32, starts.shape, 0) == 0, 0, starts)
+
+
 def random_boundaries(seed: int, rows: int, groups: int) -> npt.NDArray[np.int32]:
     """Draws ascending boundaries; some groups are empty, and some rows belong to no group."""
     rng = np.random.default_rng(seed)

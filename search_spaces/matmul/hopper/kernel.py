@@ -176,8 +176,8 @@ def kernel(
 ) -> Callable[..., None]:
     """Builds the kernel, a function of arrays in device memory: operands, then results or the accumulators of splits.
 
-    With a `scaling`, the scales of `a` and of `b` follow the operands. With a `scheduler`, an array follows that it
-    takes.
+    With a `scaling`, the scales of `a` and of `b` follow the operands. With a `scheduler`, the array that the
+    scheduler reads follows.
     """
     launch = plan(problem, schedule, gate)
     s, types = launch.s, scratch(launch)
@@ -428,7 +428,7 @@ def launched(
     Args:
       problem: the matmul that this launch computes: with split-K, that of `posed` without its epilogue.
       operands: in their device memory layout; with a `scaling`, followed by the scales of `a` and of `b`; with a
-        `scheduler`, by the array that it takes.
+        `scheduler`, by the array that the scheduler reads.
       scheduler: creates the scheduler of a CTA; by default `tile_scheduler`.
       most_tiles: bound of the work tiles of all clusters; by default their number in the tiling.
 

@@ -214,9 +214,9 @@ class Consumer:
         return corner[::-1] if self.cta.plan.s.swap_ab else corner
 
     def has_rows(self, work: WorkTile) -> Any:
-        """Returns whether a row of the result before `work.end_row` is in the consumer's part; None if one surely is.
+        """Returns whether the consumer's part has a row before `work.end_row`; None if every consumer has one.
 
-        Consumers in turns multiply parts without rows, too, because their steps are counted on.
+        Consumers that take turns always multiply: the order of turns depends on their steps.
         """
         s = self.cta.plan.s
         along, first = ("n", work.column + self.first_column) if s.swap_ab else ("m", work.row + self.first_row)

@@ -17,7 +17,7 @@ from search_spaces.recognise import Graph, Inlined, Node, Value, equations_betwe
 
 # Elementwise primitives that XLA computes in several fusions rather than once, and those that it does not.
 _CHEAP = frozenset(
-    {
+    [
         "abs",
         "add",
         "add_any",
@@ -31,8 +31,6 @@ _CHEAP = frozenset(
         "gt",
         "integer_pow",
         "le",
-    }
-    | {
         "lt",
         "max",
         "min",
@@ -47,11 +45,26 @@ _CHEAP = frozenset(
         "square",
         "stop_gradient",
         "sub",
-    }
+    ]
 )
 _EXPENSIVE = frozenset(
-    {"cos", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sqrt"}
-    | {"tan", "tanh"}
+    [
+        "cos",
+        "erf",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "pow",
+        "rsqrt",
+        "sin",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]
 )
 _ELEMENTWISE = _CHEAP | _EXPENSIVE
 # Fewer elements stay in the caches of a chip.
