@@ -45,20 +45,29 @@ __all__ = [
 
 tile_scheduler.warn()
 
+# Formulas of one row; each has further operations for its derivative.
+_FORMULAS = (
+    "softmax",
+    "softmax_with_lse",
+    "log_softmax",
+    "cross_entropy",
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "silu_and_mul",
+    "quantize_rows",
+)
+_ROWS = tuple(f"{name}{part}" for name in _FORMULAS for part in ("", "_saving", "_jvp", "_backward"))
 _OWN = {
     "matmul": "search_spaces.matmul:MATMUL",
-    "rms_norm": "search_spaces.rms_norm:RMS_NORM",
-    "add_rms_norm": "search_spaces.rms_norm:ADD_RMS_NORM",
-    "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
-    "silu_and_mul_jvp": "search_spaces.silu_and_mul:SILU_AND_MUL_JVP",
-    "silu_and_mul_backward": "search_spaces.silu_and_mul:SILU_AND_MUL_BACKWARD",
+    **{name: f"search_spaces.rows.formulas:{name.upper()}" for name in _ROWS},
+    "rows": "search_spaces.rows.operation:ROWS",
+    "rows_jvp": "search_spaces.rows.operation:ROWS_JVP",
     "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
     "ragged_dot": "search_spaces.ragged_dot:RAGGED_DOT",
     "ragged_dot_weights": "search_spaces.ragged_dot:RAGGED_DOT_WEIGHTS",
     "gated_ragged_dot": "search_spaces.ragged_dot:GATED_RAGGED_DOT",
     "scaled_matmul": "search_spaces.scaled_matmul:SCALED_MATMUL",
-    "softmax": "search_spaces.softmax:SOFTMAX",
-    "softmax_with_lse": "search_spaces.softmax:SOFTMAX_WITH_LSE",
     "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
     "flash_attention_backward": "search_spaces.flash_attention_backward:FLASH_ATTENTION_BACKWARD",
 }

@@ -1,0 +1,1 @@
+"""Row programs: kernels and gradients derived from functions of one row."""

@@ -1,0 +1,321 @@
+"""The operations on rows that have names: each is a function of one row, from which its kernels and gradients follow.
+
+A formula computes in float32 and rounds its results. Records of named formulas are keyed by extents and dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.front_end import require_array
+from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.rows import recognise
+from search_spaces.rows.operation import bind_formula, row_operations
+from search_spaces.rows.problem import Formula, FormulaProblem, Of
+
+EPS = 1e-6
+WEIGHT = Of("shared", "weight_dtype")
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns x in float32, or unchanged if its dtype is wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+# ------------------------------------------------------------------------------
+# Softmax and its relatives.
+
+
+@jax.custom_jvp
+def _softmax(x: jax.Array) -> jax.Array:
+    e = jnp.exp(x - jnp.max(x, initial=-jnp.inf))
+    return e / jnp.sum(e)
+
+
+@_softmax.defjvp
+def _softmax_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the softmax y and its tangent: the backward pass then needs y alone."""
+    y = _softmax(*primals)
+    (dx,) = tangents
+    return y, y * (dx - jnp.sum(y * dx))
+
+
+def softmax(x: jax.Array) -> jax.Array:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))``."""
+    return _softmax(wide(x)).astype(x.dtype)
+
+
+def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``lse = log(sum(exp(x)))`` in float32, and ``p = exp(x - lse)``, as attention saves them.
+
+    Source: Dao, arXiv:2307.08691, 3.1.
+    """
+    y = wide(x)
+    most = jnp.max(y, initial=-jnp.inf)
+    # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
+    shift = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
+    e = jnp.exp(y - shift)
+    total = jnp.sum(e)
+    # `jax.nn.softmax` of a row with an infinity is NaN throughout.
+    p = jnp.where(most == jnp.inf, jnp.nan, e / total)
+    return p.astype(x.dtype), shift + jnp.log(total)
+
+
+def log_softmax(x: jax.Array) -> jax.Array:
+    """``x - log(sum(exp(x)))``."""
+    y = wide(x)
+    less = y - lax.stop_gradient(jnp.max(y, initial=-jnp.inf))
+    return (less - jnp.log(jnp.sum(jnp.exp(less)))).astype(x.dtype)
+
+
+def cross_entropy(x: jax.Array, label: jax.Array) -> jax.Array:
+    """``log(sum(exp(x))) - x[label]`` in float32; NaN if the label is no column."""
+    y = wide(x)
+    most = lax.stop_gradient(jnp.max(y, initial=-jnp.inf))
+    chosen = jnp.where(jnp.arange(x.shape[0]) == label, y - most, 0.0)
+    inside = (label >= 0) & (label < x.shape[0])
+    return jnp.where(inside, jnp.log(jnp.sum(jnp.exp(y - most))) - jnp.sum(chosen), jnp.nan)
+
+
+def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) -> BoundCall[Any] | Unsupported:
+    """Binds a call along the last axis; along another axis, XLA computes `function`.
+
+    Raises:
+      TypeError: `x` is no array, or an array of booleans.
+    """
+    require_array("x", x)
+    if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
+        raise TypeError("x holds truth values, of which there is no softmax: use .astype")
+    if axis in (-1, jnp.ndim(x) - 1):
+        return bind_formula(problem, x)
+    return Unsupported(f"{axis=} is not the last one of x {jnp.shape(x)}", lambda: function(x, axis))
+
+
+def _bind_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_softmax`, with the same arguments."""
+    return bind_along(SoftmaxProblem, jax.nn.softmax, x, axis)
+
+
+def _bind_softmax_with_lse(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_softmax` with ``return_lse=True``, with the same arguments."""
+
+    def along(x: Any, axis: Any) -> tuple[jax.Array, jax.Array]:
+        y = wide(jnp.asarray(x)) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else jnp.asarray(x, float)
+        p, lse = jax.nn.softmax(y, axis), jax.nn.logsumexp(y, axis)
+        return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else p, lse
+
+    return bind_along(SoftmaxWithLseProblem, along, x, axis)
+
+
+def _bind_log_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_log_softmax`, with the same arguments."""
+    return bind_along(LogSoftmaxProblem, jax.nn.log_softmax, x, axis)
+
+
+_SOFTMAX = row_operations(
+    Formula("softmax", softmax, {"x": Of()}, benign=True),
+    "Softmax",
+    plain=jax.nn.softmax,
+    front_end=_bind_softmax,
+    recognise=lambda node: recognise.softmax(SoftmaxProblem, node),
+)
+# There is no second program: users of the log-sum-exp of narrow rows need it in float32.
+_SOFTMAX_WITH_LSE = row_operations(
+    Formula("softmax_with_lse", softmax_with_lse, {"x": Of()}, benign=True),
+    "SoftmaxWithLse",
+    front_end=_bind_softmax_with_lse,
+)
+_LOG_SOFTMAX = row_operations(
+    Formula("log_softmax", log_softmax, {"x": Of()}), "LogSoftmax", plain=jax.nn.log_softmax, front_end=_bind_log_softmax
+)
+_CROSS_ENTROPY = row_operations(
+    Formula("cross_entropy", cross_entropy, {"x": Of(), "label": Of("scalar", "int32")}), "CrossEntropy"
+)
+SOFTMAX, SOFTMAX_BACKWARD, SoftmaxProblem = _SOFTMAX.forward, _SOFTMAX.backward, _SOFTMAX.forward.problem
+SOFTMAX_WITH_LSE, SoftmaxWithLseProblem = _SOFTMAX_WITH_LSE.forward, _SOFTMAX_WITH_LSE.forward.problem
+LOG_SOFTMAX, LogSoftmaxProblem = _LOG_SOFTMAX.forward, _LOG_SOFTMAX.forward.problem
+CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD = _CROSS_ENTROPY.forward, _CROSS_ENTROPY.backward
+
+
+# ------------------------------------------------------------------------------
+# Norms. Users also write them in float32 and round once, as Flax does (flax.linen.normalization).
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float = EPS) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` (Zhang, Sennrich, arXiv:1910.07467)."""
+    y = wide(x)
+    return (y * lax.rsqrt(jnp.mean(y * y) + eps) * wide(weight)).astype(x.dtype)
+
+
+def add_rms_norm(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float = EPS
+) -> tuple[jax.Array, jax.Array]:
+    """``total = x + residual``, and the root-mean-square norm of the rounded total; returns norm and total.
+
+    Residual streams in JAX and PyTorch are written this way, as is vLLM's ``fused_add_rms_norm``.
+    """
+    total = (wide(x) + wide(residual)).astype(x.dtype)
+    return rms_norm(total, weight, eps=eps), total
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, *, eps: float = EPS) -> jax.Array:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` (Ba, Kiros, Hinton, arXiv:1607.06450)."""
+    y = wide(x)
+    centred = y - jnp.mean(y)
+    return (centred * lax.rsqrt(jnp.mean(centred * centred) + eps) * wide(weight) + wide(bias)).astype(x.dtype)
+
+
+def require_like_rows(x: Any, **vectors: Any) -> None:
+    """Raises a ValueError if a vector is not as long as the rows of `x`, a TypeError if any is no array."""
+    require_array("x", x)
+    for name, vector in vectors.items():
+        require_array(name, vector)
+        if jnp.ndim(x) == 0 or jnp.shape(vector) != jnp.shape(x)[-1:]:
+            raise ValueError(
+                f"{name} has shape {jnp.shape(vector)}; x {jnp.shape(x)} needs one as long as its last axis"
+            )
+        _require_real(name, vector, x)
+
+
+def _require_real(name: str, array: Any, x: Any) -> None:
+    if jnp.iscomplexobj(array) and not jnp.iscomplexobj(x):
+        raise TypeError(f"{name} is {jnp.result_type(array)}, which a result of {jnp.result_type(x)} cannot hold")
+
+
+def _bind_rms_norm(x: Any, weight: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_rms_norm`, with the same arguments."""
+    require_like_rows(x, weight=weight)
+    return bind_formula(RmsNormProblem, x, weight, eps=eps)
+
+
+def _bind_add_rms_norm(x: Any, residual: Any, weight: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_rms_norm` with a residual."""
+    require_like_rows(x, weight=weight)
+    require_array("residual", residual)
+    if jnp.shape(residual) != jnp.shape(x):
+        raise ValueError(f"residual has shape {jnp.shape(residual)}; x {jnp.shape(x)} needs one of its own shape")
+    _require_real("residual", residual, x)
+    jnp.result_type(x, residual)  # raises if `jax.numpy_dtype_promotion` forbids their sum
+    return bind_formula(AddRmsNormProblem, x, residual, weight, eps=eps)
+
+
+def _bind_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_layer_norm`, with the same arguments."""
+    require_like_rows(x, weight=weight, bias=bias)
+    return bind_formula(LayerNormProblem, x, weight, bias, eps=eps)
+
+
+_RMS_NORM = row_operations(
+    Formula("rms_norm", rms_norm, {"x": Of(), "weight": WEIGHT}, benign=True),
+    "RmsNorm",
+    params=("eps",),
+    front_end=_bind_rms_norm,
+    recognise=lambda node: recognise.rms_norm(RmsNormProblem, node),
+)
+_ADD_RMS_NORM = row_operations(
+    Formula("add_rms_norm", add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
+    "AddRmsNorm",
+    params=("eps",),
+    front_end=_bind_add_rms_norm,
+    recognise=lambda node: recognise.add_rms_norm(AddRmsNormProblem, node),
+)
+_LAYER_NORM = row_operations(
+    Formula("layer_norm", layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
+    "LayerNorm",
+    params=("eps",),
+    front_end=_bind_layer_norm,
+)
+RMS_NORM, RMS_NORM_BACKWARD, RmsNormProblem = _RMS_NORM.forward, _RMS_NORM.backward, _RMS_NORM.forward.problem
+ADD_RMS_NORM, AddRmsNormProblem = _ADD_RMS_NORM.forward, _ADD_RMS_NORM.forward.problem
+LAYER_NORM, LAYER_NORM_BACKWARD = _LAYER_NORM.forward, _LAYER_NORM.backward
+LayerNormProblem = LAYER_NORM.problem
+
+
+# ------------------------------------------------------------------------------
+# SiLU of one half of each row times the other half.
+
+
+def silu_and_mul(x: jax.Array) -> jax.Array:
+    """``silu(x[:d]) * x[d:]`` with ``silu(g) = g / (1 + exp(-g))``; the first half is the gate, as in FlashInfer."""
+    gate, up = jnp.split(wide(x), 2)
+    return (gate * (1 / (1 + jnp.exp(-gate))) * up).astype(x.dtype)
+
+
+def _silu_and_mul_plain(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    return jax.nn.silu(x[..., :half]) * x[..., half:]
+
+
+def _bind_silu_and_mul(x: Any) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_silu_and_mul`, with the same argument."""
+    require_array("x", x)
+    if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
+        raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
+    if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
+        raise TypeError(f"x holds {dtype}, of which there is no SiLU: use .astype")
+    return bind_formula(SiluAndMulProblem, x)
+
+
+_SILU_AND_MUL = row_operations(
+    Formula("silu_and_mul", silu_and_mul, {"x": Of(parts=2)}, benign=True),
+    "SiluAndMul",
+    plain=_silu_and_mul_plain,
+    # 4096 x 14336 in bfloat16 on an H200: XLA takes 135 us alone, the same as the kernel; 337 us in a training step of
+    # Llama 3 8B, where it joins both halves of the gradient in another pass.
+    backward_loses_ties=True,
+    front_end=_bind_silu_and_mul,
+    recognise=lambda node: recognise.silu_and_mul(SiluAndMulProblem, node),
+)
+SILU_AND_MUL, SILU_AND_MUL_JVP, SILU_AND_MUL_BACKWARD = (
+    _SILU_AND_MUL.forward,
+    _SILU_AND_MUL.tangent,
+    _SILU_AND_MUL.backward,
+)
+SiluAndMulProblem, SiluAndMulJvpProblem = SILU_AND_MUL.problem, SILU_AND_MUL_JVP.problem
+SiluAndMulBackwardProblem = SILU_AND_MUL_BACKWARD.problem
+
+
+# ------------------------------------------------------------------------------
+# Quantization of rows to 8 bits.
+
+
+def quantize_rows(x: jax.Array, *, result_dtype: str) -> tuple[jax.Array, jax.Array]:
+    """``q = x / scale`` rounded to 8 bits, and ``scale = max(abs(x)) / largest``, 1 for a row of zeros."""
+    y = wide(x)
+    integers = jnp.issubdtype(result_dtype, jnp.integer)
+    largest = float(jnp.iinfo(result_dtype).max if integers else jnp.finfo(result_dtype).max)
+    most = jnp.max(jnp.abs(y))
+    scale = jnp.where(most > 0, most / largest, 1.0)
+    q = jnp.clip(y * (1 / scale), -largest, largest)
+    return (jnp.round(q) if integers else q).astype(result_dtype), scale
+
+
+def _bind_quantize_rows(x: Any, *, result_dtype: str = "float8_e4m3fn") -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_quantize_rows` of whole rows."""
+    return bind_formula(QuantizeRowsProblem, x, result_dtype=result_dtype)
+
+
+_QUANTIZE_ROWS = row_operations(
+    Formula("quantize_rows", quantize_rows, {"x": Of()}, result_dtype=True),
+    "QuantizeRows",
+    front_end=_bind_quantize_rows,
+)
+QUANTIZE_ROWS, QuantizeRowsProblem = _QUANTIZE_ROWS.forward, _QUANTIZE_ROWS.forward.problem
+
+for _made in (
+    _SOFTMAX,
+    _SOFTMAX_WITH_LSE,
+    _LOG_SOFTMAX,
+    _CROSS_ENTROPY,
+    _RMS_NORM,
+    _ADD_RMS_NORM,
+    _LAYER_NORM,
+    _SILU_AND_MUL,
+    _QUANTIZE_ROWS,
+):
+    for _operation in (_made.forward, _made.saving, _made.tangent, _made.backward):
+        globals()[_operation.name.upper()] = _operation  # another process loads it by this name

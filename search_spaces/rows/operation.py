@@ -1,0 +1,551 @@
+"""Operations on rows: kernels of any program by XLA and by the interpreter, calls as users write them, derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.front_end import lead, require_array, unsupported_reason, weakly_typed
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
+from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.problem import as_tuple, nbytes
+from search_spaces.rows.builder import NoProgram, trace
+from search_spaces.rows.derivative import Derivative, differentiate
+from search_spaces.rows.hopper import HopperRows
+from search_spaces.rows.problem import (
+    Formula,
+    FormulaProblem,
+    ProgramProblem,
+    ProgramTangentProblem,
+    RowProblem,
+    TangentProblem,
+    batch,
+    problem_type,
+    rounded_at_each_step,
+    shard,
+)
+from search_spaces.rows.program import evaluate
+from search_spaces.rows.tpu import TpuRows
+from search_spaces.space import Columns, Space
+from search_spaces.target import Target, not_interpreted
+
+P = TypeVar("P", bound=RowProblem)
+
+# ------------------------------------------------------------------------------
+# A program as XLA fuses it, in float32 and as users write it: the baseline, and a legal fallback.
+
+
+class XlaRows(LibraryKernel[P], Generic[P]):
+    """The program in float32, and the program that users write.
+
+    Attributes:
+      plain: the program that users write, on operands of their dtype; None if that is the program in float32, too.
+      loses_ties: as in `Kernel`.
+    """
+
+    version = 1
+
+    def __init__(self, plain: Callable[..., Any] | None = None, *, loses_ties: bool = False) -> None:
+        self.plain, self.loses_ties = plain, loses_ties  # type: ignore[misc]
+
+    def programs(self, problem: P) -> tuple[str, ...]:
+        narrow = problem.operands()[0].dtype != jnp.float32
+        return (Library.program, "plain") if narrow and self.plain is not None else (Library.program,)
+
+    def tolerance(self, problem: P, schedule: Library) -> Any:
+        """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
+        return rounded_at_each_step(problem) if schedule.program == "plain" else problem.tolerance()
+
+    def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
+        if schedule.program == "plain" and self.plain is not None:
+            return self.plain(*args, **params)
+        results = as_tuple(problem.reference(*args, **params))
+        return problem.pack([x.astype(s.dtype) for x, s in zip(results, problem.results(), strict=True)])
+
+
+# ------------------------------------------------------------------------------
+# A program as a plain ``pallas_call`` on blocks of rows, run by Pallas's interpreter on a CPU.
+
+
+@dataclasses.dataclass(frozen=True)
+class InterpretedSchedule:
+    """Rows per block; a block has whole rows."""
+
+    rows: int
+
+
+class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
+    """Arrays with a row or an element per row are divided into blocks; others are whole in each block."""
+
+    backend = "interpret"
+    version = 1
+    most_elements = INDICES_OF_32_BITS
+
+    def supports(self, problem: P, target: Target) -> str | None:
+        return not_interpreted(target)
+
+    def space(self, problem: P, target: Target) -> Space[InterpretedSchedule]:
+        p = problem
+        # An interpreted grid step takes about a millisecond, regardless of its work.
+        few = [rows for rows in (1, 4, 16, 64, 256, 1024) if rows < p.rows <= 1024 * rows]
+        return Space(InterpretedSchedule, choices={"rows": (p.rows, *reversed(few))})
+
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        blocks = -(-p.rows // s.rows)
+        operands, results = p.arrays
+        by_row = sum(nbytes(x) for x, o in zip(p.operands(), operands, strict=True) if o.kind in ("row", "scalar"))
+        whole = sum(nbytes(x) for x in p.operands()) - by_row
+        written = sum(nbytes(x) for x, o in zip(p.results(), results, strict=True) if o.kind != "row sum")
+        sums = sum(map(nbytes, p.results())) - written
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(blocks,),
+            step=Phase(
+                loads=(
+                    Operand(bytes=by_row / blocks, axes=(0,)),
+                    Operand(bytes=np.full(len(s), float(whole)), axes=()),
+                ),
+                flops=p.flops / p.rows * s.rows,
+            ),
+            tile=Phase(bytes_written=written / blocks + sums),
+            axes=("rows",),
+            onchip_bytes=np.asarray(s.rows * ((by_row + written) // p.rows) + whole + sums, dtype=np.int64),
+        )
+
+    def run(self, problem: P, schedule: InterpretedSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
+        p, s = problem, schedule
+        program = p.program_of(**params)
+
+        def body(*refs: Any) -> None:
+            operands, outs = refs[: len(args)], refs[len(args) :]
+            step = pl.program_id(0)
+            counted = step * s.rows + jnp.arange(s.rows) < p.rows
+            results = evaluate(program, *(ref[...] for ref in operands), counted=counted)
+            for out, result, declared in zip(outs, results, program.results, strict=True):
+                if declared.kind != "row sum":
+                    out[...] = result
+                    continue
+                out[...] = jnp.where(step == 0, result, out[...] + result)
+
+        def block(x: jax.ShapeDtypeStruct, kind: str) -> pl.BlockSpec:
+            if kind in ("row", "scalar"):
+                return pl.BlockSpec((s.rows, *x.shape[1:]), lambda i: (i, *(0 for _ in x.shape[1:])))
+            return pl.BlockSpec(x.shape, lambda i: (0,) * len(x.shape))
+
+        operands, results = p.arrays
+        made = pl.pallas_call(
+            body,
+            grid=(-(-p.rows // s.rows),),
+            in_specs=[block(x, o.kind) for x, o in zip(p.operands(), operands, strict=True)],
+            out_specs=[block(x, o.kind) for x, o in zip(p.results(), results, strict=True)],
+            out_shape=list(p.results()),
+            interpret=True,
+        )(*args)
+        return p.pack(made)
+
+
+# ------------------------------------------------------------------------------
+# Calls as users write them: leading axes are rows. Unsupported calls are computed by XLA.
+
+
+def bind_formula(problem: type[FormulaProblem], *arrays: Any, **params: Any) -> BoundCall[Any] | Unsupported:
+    """Binds a call of a formula on rows ``[..., columns]``, elements per row ``[...]``, and shared vectors."""
+    formula = problem.formula
+    for name, x in zip(formula.operands, arrays, strict=True):
+        require_array(name, x)
+    fields = {name: params.pop(name) for name in tuple(params) if name in problem.__dataclass_fields__}
+    posed = _problem(problem, fields, *arrays)
+    if isinstance(posed, str):
+        return Unsupported(posed, functools.partial(by_vmap, formula, *arrays, **params, **fields))
+    leading = arrays[0].shape[:-1]
+    folded = [_folded(x, of.kind, leading) for x, of in zip(arrays, formula.operands.values(), strict=True)]
+    return BoundCall(posed, tuple(folded), functools.partial(_restored, posed, leading), tuple(params.items()))
+
+
+def _problem(problem: type[FormulaProblem], fields: Mapping[str, Any], *arrays: Any) -> FormulaProblem | str:
+    """Returns the problem of all rows, or the reason why there is none."""
+    operands = problem.formula.operands
+    if reason := unsupported_reason(dict(zip(operands, arrays, strict=True))):
+        return reason
+    if not arrays[0].ndim:
+        return f"{next(iter(operands))} is a scalar"
+    if reason := weakly_typed(*arrays):
+        return reason
+    leading = arrays[0].shape[:-1]
+    try:
+        rows = math.prod(leading)
+        shapes = [
+            jax.ShapeDtypeStruct({"row": (rows, x.shape[-1] if x.ndim else 1), "scalar": (rows,)}.get(of.kind, x.shape), x.dtype)
+            for x, of in zip(arrays, operands.values(), strict=True)
+        ]
+        made = problem.of(*shapes, **fields)
+        made.program  # noqa: B018 (raises NoProgram)
+    except (TypeError, ValueError, NoProgram) as error:
+        return str(error)
+    return made
+
+
+def _folded(x: Any, kind: str, leading: tuple[int, ...]) -> Any:
+    """Returns an operand with its leading axes in the form that calls take (`front_end.lead`)."""
+    return x.reshape(*lead(leading), *x.shape[len(leading) :]) if kind in ("row", "scalar") else x
+
+
+def _restored(posed: RowProblem, leading: tuple[int, ...], *results: jax.Array) -> Any:
+    """Returns the results of a call with the caller's leading axes."""
+    _, kinds = posed.arrays
+    found = []
+    for x, declared, shape in zip(results, kinds, posed.results(), strict=True):
+        found.append(x if declared.kind == "row sum" else x.reshape(*leading, *shape.shape[1:]))
+    return posed.pack(found)
+
+
+def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
+    """Computes a formula by XLA, in float32 or in the wider or complex dtype of an operand."""
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    wide = formula_dtype(*arrays)
+    function = functools.partial(formula.function, **params)
+    leading = arrays[0].shape[:-1]
+    kinds = [of.kind for of in formula.operands.values()]
+    converted = [
+        x.astype(wide) if x.dtype.itemsize > 4 or not jnp.issubdtype(x.dtype, jnp.floating) and kind != "scalar" else x
+        for x, kind in zip(arrays, kinds, strict=True)
+    ]
+    narrow = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else None
+    found = _over_rows(function, kinds, leading, converted)
+    results = [x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x for x in as_tuple(found)]
+    return tuple(results) if isinstance(found, tuple) else results[0]
+
+
+def _over_rows(function: Callable[..., Any], kinds: Sequence[str], leading: tuple[int, ...], arrays: Sequence[Any]) -> Any:
+    mapped = function
+    axes = [0 if kind in ("row", "scalar") else None for kind in kinds]
+    for _ in leading:
+        mapped = jax.vmap(mapped, in_axes=axes)
+    return mapped(*arrays)
+
+
+def formula_dtype(*arrays: jax.Array) -> jnp.dtype[Any]:
+    """Returns float32, or a wider or complex dtype among the arrays; integers count as JAX's default float."""
+    found = jnp.dtype(jnp.float32)
+    for x in arrays:
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+        if dtype.itemsize > 1:  # JAX has no implicit promotion of 8-bit dtypes
+            found = jnp.promote_types(found, dtype)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFunction:
+    """A user's function of one row, as a static argument of calls.
+
+    Attributes:
+      scalars: names of the arguments with one element per row.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    scalars: tuple[str, ...]
+
+
+def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
+    """Binds a call of a function of one row.
+
+    Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
+    one element per row. All rows share the others.
+    """
+    for name, x in zip(function.names, arrays, strict=False):
+        require_array(name, x)
+    leading = arrays[0].shape[:-1] if getattr(arrays[0], "ndim", 0) else ()
+    kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=False)]
+    run = functools.partial(function.function, **dict(statics))
+    answer = functools.partial(_over_rows, run, kinds, leading, arrays)
+    reason = unsupported_reason(dict(zip(function.names, arrays, strict=False))) or weakly_typed(*arrays)
+    if reason is not None or not leading:
+        return Unsupported(reason or f"{function.names[0]} is a single row", answer)
+    shapes = tuple(
+        (x.shape[len(leading) :] if kind in ("row", "scalar") else x.shape, str(x.dtype))
+        for x, kind in zip(arrays, kinds, strict=True)
+    )
+    found = _traced(function, tuple(statics), shapes, tuple(kinds))
+    if isinstance(found, str):
+        return Unsupported(found, answer)
+    text, segments, structure, result_shapes = found
+    program = ProgramProblem(rows=math.prod(leading) * segments, text=text, name=function.function.__name__)
+    operands = [
+        _folded(x, kind, leading) if segments == 1 else x.reshape(s.shape)
+        for x, kind, s in zip(arrays, kinds, program.operands(), strict=True)
+    ]
+
+    def restore(*results: jax.Array) -> Any:
+        shaped = [x.reshape(*leading, *shape) for x, shape in zip(results, result_shapes, strict=True)]
+        return jax.tree.unflatten(structure, shaped)
+
+    return BoundCall(program, tuple(operands), restore)
+
+
+def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) -> str:
+    shape = jnp.shape(x)
+    if name in function.scalars:
+        if shape != leading:
+            raise ValueError(f"{name} has shape {shape}; one element for each row needs {leading}")
+        return "scalar"
+    if len(shape) == len(leading) + 1 and len(shape) > 1:
+        if shape[:-1] != leading:
+            raise ValueError(f"{name} has shape {shape}, and {function.names[0]} the leading axes {leading}: both are rows")
+        return "row"
+    return "shared" if shape else "number"
+
+
+# The functions of the programs of this process: their custom derivatives are not in a program.
+_functions: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str]]] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(function: RowFunction, statics: tuple[Any, ...], shapes: tuple[Any, ...], kinds: tuple[str, ...]) -> Any:
+    """Returns the program's text, its segments, and structure and shapes of the results; or why there is none."""
+    run = functools.partial(function.function, **dict(statics))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    results = jax.eval_shape(run, *arrays)
+    try:
+        program, segments = trace(run, arrays, kinds)
+    except NoProgram as error:
+        return f"{function.function.__name__} {error}"
+    text = program.text()
+    _functions[text] = (run, arrays, list(kinds))
+    leaves, structure = jax.tree.flatten(results)
+    return text, segments, structure, [x.shape for x in leaves]
+
+
+# ------------------------------------------------------------------------------
+# Derivatives: the tangent is an operation that is linear in the tangents; its transpose is the backward pass.
+
+
+def _derivative(p: RowProblem, params: Mapping[str, Any]) -> Derivative | None:
+    """Returns the derivative of a problem's program; None if XLA differentiates it."""
+    try:
+        if isinstance(p, ProgramProblem) and p.text in _functions:
+            own = _of_function(p.text)
+            if own is not None and own.backward.columns == p.program.columns:
+                return own
+        return p.derivative(**params)
+    except NoProgram:
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_function(text: str) -> Derivative | None:
+    try:
+        with jax.enable_x64(False):
+            return differentiate(*_functions[text])
+    except NoProgram:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Operations and problems of the derivative of a problem.
+
+    Attributes:
+      saving, tangent, backward: each an operation, and the function from a problem and its derivative to its problem.
+    """
+
+    saving: Any
+    tangent: Any
+    backward: Any
+
+
+def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
+    """Returns the rule for the derivative of an operation on rows (`Operation.jvp`)."""
+
+    def jvp(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        found = _derivative(p, call.params)
+        if found is None or all(tangents[i] is None for i in found.moved):
+            return _by_xla(call, p, primals, tangents)
+        made = parts()
+        count = len(p.results())
+        if len(found.forward.results) > count:
+            operation, problem = made.saving
+            results = as_tuple(call(operation, problem(p, found), *primals, **_own(call, operation)))
+        else:
+            results = as_tuple(call(p, *primals))
+        saved = [(primals if x.kind == "operand" else results)[x.index] for x in found.saved]
+        operation, problem = made.tangent
+        posed = problem(p, found)
+        wanted = posed.operands()[len(saved) :]
+        given = [
+            jnp.zeros(primals[i].shape, s.dtype) if tangents[i] is None else tangents[i].astype(s.dtype)
+            for i, s in zip(found.moved, wanted, strict=True)
+        ]
+        moved = as_tuple(call(operation, posed, *saved, *given, **_own(call, operation)))
+        by_result: list[Any] = [None] * count
+        for place, x in zip(found.moving, moved, strict=True):
+            by_result[place] = x
+        return p.pack(results[:count]), p.pack(by_result)
+
+    return jvp
+
+
+def _own(call: Any, operation: Operation[Any]) -> dict[str, Any]:
+    """Returns the parameters of a call that another operation takes."""
+    return {name: value for name, value in call.params.items() if name in operation.params}
+
+
+def _by_xla(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns results, and tangents that XLA computes from the program."""
+    results = call(p, *primals)
+    moving = [i for i, x in enumerate(tangents) if x is not None]
+    if not moving:
+        return results, None
+    def run(*some: Any) -> tuple[Any, ...]:
+        args = list(primals)
+        for i, x in zip(moving, some, strict=True):
+            args[i] = x
+        args = [x.reshape(s.shape) for x, s in zip(args, p.operands(), strict=True)]
+        found = as_tuple(p.reference(*args, **call.params))
+        return tuple(x.astype(s.dtype).reshape(r.shape) for x, s, r in zip(found, p.results(), as_tuple(results), strict=True))
+
+    found = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    floats = [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in found]
+    return results, p.pack(floats)
+
+
+def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
+    """Returns the transpose of the tangent of an operation on rows (`Operation.transpose`)."""
+
+    def transpose(call: Any, p: TangentProblem, cotangent: Any, args: Any) -> tuple[Any, ...]:
+        operation, problem = parts().backward
+        count = len(args) - len(p.program.results)
+        shapes = p.results()
+        cotangents = [
+            jnp.zeros(_like(args[:count], p, s), s.dtype) if x is None else x
+            for x, s in zip(as_tuple(cotangent), shapes, strict=True)
+        ]
+        gradients = as_tuple(call(operation, problem(p, None), *args[:count], *cotangents, **_own(call, operation)))
+        moving = [None if known is not None else x for x, known in zip(gradients, args[count:], strict=True)]
+        return (*(None for _ in range(count)), *moving)
+
+    return transpose
+
+
+def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Returns the shape of a cotangent: its rows have the leading axes of the saved rows."""
+    for x, declared in zip(saved, p.arrays[0], strict=False):
+        if declared.kind in ("row", "scalar") and wanted.shape[:1] == (p.rows,):
+            leading = x.shape[:-1] if declared.kind == "row" else x.shape
+            return (*leading, *wanted.shape[1:])
+    return wanted.shape
+
+
+# ------------------------------------------------------------------------------
+# The operations of a formula, and the operation of any program.
+
+_RULES: Mapping[str, Any] = {"batch": batch, "shard": shard}
+
+
+def kernels(library: XlaRows[Any]) -> tuple[Kernel[Any, Any], ...]:
+    """Returns the kernels that compute any row program."""
+    return (HopperRows(), TpuRows(), InterpretedRows(), library)
+
+
+@dataclasses.dataclass(frozen=True)
+class FormulaOperations:
+    """The operations of a formula: itself, with what its backward pass saves, its tangent, and its backward pass."""
+
+    forward: Operation[Any]
+    saving: Operation[Any]
+    tangent: Operation[Any]
+    backward: Operation[Any]
+
+
+def row_operations(
+    formula: Formula,
+    type_name: str,
+    *,
+    params: tuple[str, ...] = (),
+    plain: Callable[..., Any] | None = None,
+    backward_loses_ties: bool = False,
+    **rules: Any,
+) -> FormulaOperations:
+    """Returns the operations of a formula.
+
+    Args:
+      type_name: start of the names of the types of problems.
+      params: names of the parameters of calls that change no schedule.
+      plain: the program that users write, for `XlaRows`.
+      backward_loses_ties: whether the kernel of the backward pass wins ties (`Kernel.loses_ties`).
+      rules: further fields of the `Operation`.
+    """
+    types = {
+        part: problem_type(f"{type_name}{suffix}Problem", formula, part)
+        for part, suffix in (("forward", ""), ("saving", "Saving"), ("backward", "Backward"), ("tangent", "Jvp"))
+    }
+
+    def same(part: str) -> Callable[[Any, Any], Any]:
+        return lambda p, _: types[part](**vars_of(p))
+
+    def parts() -> Parts:
+        return Parts(
+            (made.saving, same("saving")), (made.tangent, same("tangent")), (made.backward, same("backward"))
+        )
+
+    own: dict[str, Any] = {"front_end": functools.partial(bind_formula, types["forward"])} | dict(_RULES) | rules
+    made = FormulaOperations(
+        Operation(formula.name, types["forward"], kernels(XlaRows(plain)), params=params, jvp=jvp_rule(parts), **own),
+        Operation(f"{formula.name}_saving", types["saving"], kernels(XlaRows()), params=params, **_RULES),
+        Operation(
+            f"{formula.name}_jvp", types["tangent"], (XlaRows(),), params=params, transpose=transpose_rule(parts), **_RULES
+        ),
+        Operation(
+            f"{formula.name}_backward",
+            types["backward"],
+            kernels(XlaRows(loses_ties=backward_loses_ties)),
+            params=params,
+            jvp=jvp_rule(_of_programs),
+            **_RULES,
+        ),
+    )
+    return made
+
+
+def vars_of(p: RowProblem) -> dict[str, Any]:
+    """Returns the fields of a problem by name."""
+    return {field.name: getattr(p, field.name) for field in dataclasses.fields(p)}
+
+
+def _of_programs() -> Parts:
+    """Returns the parts of the derivative of any program."""
+
+    def saving(p: RowProblem, found: Derivative) -> ProgramProblem:
+        return ProgramProblem(rows=p.rows, text=found.forward.text(), name=f"{_name(p)}_saving")
+
+    def tangent(p: RowProblem, found: Derivative) -> ProgramTangentProblem:
+        text = found.backward.text()
+        return ProgramTangentProblem(rows=p.rows, text=text, name=f"{_name(p)}_jvp", last=len(found.moving))
+
+    def backward(p: ProgramTangentProblem, _: None) -> ProgramProblem:
+        return ProgramProblem(rows=p.rows, text=p.text, name=p.name.removesuffix("_jvp") + "_backward")
+
+    return Parts((ROWS, saving), (ROWS_JVP, tangent), (ROWS, backward))
+
+
+def _name(p: RowProblem) -> str:
+    return p.name if isinstance(p, ProgramProblem) else p.formula.name if isinstance(p, FormulaProblem) else "rows"
+
+
+ROWS: Operation[ProgramProblem] = Operation(
+    "rows", ProgramProblem, kernels(XlaRows()), jvp=jvp_rule(_of_programs), front_end=bind_program, **_RULES
+)
+ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
+    "rows_jvp", ProgramTangentProblem, (XlaRows(),), transpose=transpose_rule(_of_programs), **_RULES
+)
+

@@ -1,0 +1,502 @@
+"""Problems on rows: a program, the number of rows, and what follows from both."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from search_spaces.front_end import in_front
+from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple
+from search_spaces.rows.builder import trace
+from search_spaces.rows.derivative import Derivative, differentiate, one_row
+from search_spaces.rows.program import Operand, Program, evaluate, parse
+from search_spaces.sharding import Sharding
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProblem(Problem):
+    """Results of which each row follows from the same row of the operands, and sums of such results over all rows.
+
+    Attributes:
+      rows: number of rows, at least 1.
+    """
+
+    rows: int
+
+    @property
+    @abc.abstractmethod
+    def program(self) -> Program:
+        """The function of one row."""
+
+    def program_of(self, **params: Any) -> Program:
+        """Returns the program for the parameters of a call; they change neither operands nor results."""
+        return self.program
+
+    @property
+    def arrays(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+        """The operands, and the results in the same terms; the kind of a result may be "row sum"."""
+        program = self.program
+        return program.operands, tuple(Operand(x.kind, x.dtype, len(x.values)) for x in program.results)
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self._array(x) for x in self.arrays[0])
+
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        found = tuple(self._array(x) for x in self.arrays[1])
+        return found if len(found) > 1 else found[0]
+
+    def _array(self, x: Operand) -> jax.ShapeDtypeStruct:
+        columns = x.parts * self.columns_of_program
+        shapes = {"row": (self.rows, columns), "scalar": (self.rows,), "number": ()}
+        return jax.ShapeDtypeStruct(shapes.get(x.kind, (columns,)), jnp.dtype(x.dtype))
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether a result is a sum over all rows."""
+        return self.program.sums_rows
+
+    def derivative(self, **params: Any) -> Derivative:
+        """Returns the derivative of the program.
+
+        Raises:
+          NoProgram: there is none.
+        """
+        return _derivative(self.program_of(**params))
+
+    def reference(self, *args: jax.Array, **params: Any) -> Any:
+        return self.pack(evaluate(self.program_of(**params), *args, rounded=False))
+
+    @property
+    def columns_of_program(self) -> int:
+        """Elements of a vector of the program."""
+        return self.program.columns
+
+    @property
+    def flops(self) -> float:
+        return max(1.0, self.program.flops) * self.rows * self.columns_of_program
+
+    @property
+    def arithmetic(self) -> str:
+        return "float32"
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        return tuple(-2 if x.kind == "row" else -1 for x in self.arrays[1])
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        if self.sums_rows:
+            return None
+        kinds = [x.kind for x in self.arrays[0]]
+
+        def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            return tuple(
+                jnp.take(x, rows, axis=0) if kind in ("row", "scalar") else x
+                for x, kind in zip(args, kinds, strict=True)
+            )
+
+        return dataclasses.replace(self, rows=len(rows)), take
+
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        """Returns the rounding of each result, and an error of its steps that its largest element bounds.
+
+        Steps may cancel, so their error of about 2^-19 each is not relative to the element. A rounding between steps
+        may differ if the steps before it do. An integer that is a rounded number may be off by one.
+        """
+        between = self._rounded_between()
+        found = []
+        for result in self.arrays[1]:
+            if not jnp.issubdtype(result.dtype, jnp.floating):
+                found.append(Tolerance(absolute=1.0, relative=0.0))
+                continue
+            eps = float(jnp.finfo(result.dtype).eps)
+            found.append(Tolerance(2.0**-14 + between, eps + 2.0**-16 + between, scale=PROPORTIONAL))
+        return self.pack(found)
+
+    def _rounded_between(self) -> float:
+        """Returns the eps of all roundings before which others follow."""
+        read = {x for equation in self.program.equations for x in equation.inputs if isinstance(x, int)}
+        rounds = [self.program.equation(x) for x in read]
+        return sum(float(jnp.finfo(e.params[0]).eps) for e in rounds if e is not None and e.name == "round")
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        return tuple(
+            each if jnp.issubdtype(s.dtype, jnp.floating) else Tolerance(absolute=1.0, relative=0.0)
+            for each, s in zip(super().special_tolerance(kind), self.results(), strict=True)
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _derivative(program: Program) -> Derivative:
+    with jax.enable_x64(False):
+        return differentiate(*one_row(program))
+
+
+# ------------------------------------------------------------------------------
+# A program as text is a problem of the operation "rows".
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> Program:
+    return parse(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramProblem(RowProblem):
+    """A row program, derived from a function and named after it.
+
+    Attributes:
+      text: the program as `Program.text`.
+      name: name of the function, for people.
+    """
+
+    text: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows} must be at least 1")
+        _parsed(self.text)
+        super().__post_init__()
+
+    @classmethod
+    def of(cls, *args: Any, text: str = "", name: str = "") -> ProgramProblem:
+        """Returns the problem of the arrays of a program."""
+        kinds = [x.kind for x in _parsed(text).operands]
+        rows = [x.shape[0] for x, kind in zip(args, kinds, strict=True) if kind in ("row", "scalar")]
+        return cls(rows=rows[0], text=text, name=name)
+
+    @property
+    def program(self) -> Program:
+        return _parsed(self.text)
+
+    def coordinates(self) -> Mapping[str, int | bool | str]:
+        program = self.program
+        like = [e.name for e in program.equations], [x.dtype for x in program.operands]
+        return {"rows": self.rows, "columns": program.columns, "like": str(like)}
+
+
+# ------------------------------------------------------------------------------
+# A named formula: its problems are extents and dtypes, so their keys do not depend on how JAX traces it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Of:
+    """An operand of a formula.
+
+    Attributes:
+      kind, parts: as in `Operand`.
+      dtype: a dtype, or the name of the problem's field that has it.
+    """
+
+    kind: Literal["row", "shared", "scalar"] = "row"
+    dtype: str = "dtype"
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Formula:
+    """A named function of one row.
+
+    Attributes:
+      function: of one row: arrays as in `operands`, and parameters of the call by name.
+      operands: by name, rows first.
+      benign: whether no step cancels: each result is then exact but for its rounding and 2^-18.
+      result_dtype: whether problems have a field `result_dtype`, which the function takes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    operands: Mapping[str, Of]
+    benign: bool = False
+    result_dtype: bool = False
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (formulas live as long as the process)
+    def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: tuple[Any, ...]) -> Any:
+        found = [Operand(of.kind, dtype, of.parts) for of, dtype in zip(self.operands.values(), dtypes, strict=True)]
+        shapes = [
+            jax.ShapeDtypeStruct((x.parts * columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
+            for x in found
+        ]
+        function = functools.partial(self.function, **dict(params))
+        with jax.enable_x64(False):
+            if part == "derivative":
+                return differentiate(function, shapes, [x.kind for x in found])
+            return trace(function, shapes, [x.kind for x in found])[0]
+
+    def of(self, part: str, problem: FormulaProblem, params: Mapping[str, Any]) -> Any:
+        """Returns the program of a problem, or its derivative, by `part`."""
+        fields = vars(problem)
+        dtypes = [fields.get(of.dtype, of.dtype) or problem.dtype for of in self.operands.values()]
+        given = dict(params) | ({"result_dtype": fields["result_dtype"]} if self.result_dtype else {})
+        return self._traced(part, problem.columns, tuple(dtypes), tuple(given.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class FormulaProblem(RowProblem):
+    """The problem of a formula on rows of one dtype.
+
+    Attributes:
+      columns: elements of a vector of the program: of a row, or of a part of it.
+      dtype: dtype of the rows.
+    """
+
+    formula: ClassVar[Formula]
+    part: ClassVar[Literal["forward", "saving", "backward", "tangent"]] = "forward"
+
+    columns: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        self._spell_dtypes()
+        for name in ("rows", "columns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self._require("dtype", DTYPES)
+        super().__post_init__()
+
+    def program_of(self, **params: Any) -> Program:
+        if self.part == "forward":
+            found: Program = self.formula.of("forward", self, params)
+            return found
+        derivative: Derivative = self.formula.of("derivative", self, params)
+        return derivative.forward if self.part == "saving" else derivative.backward
+
+    def derivative(self, **params: Any) -> Derivative:
+        if self.part == "backward":
+            return super().derivative(**params)
+        found: Derivative = self.formula.of("derivative", self, params)
+        return found
+
+    @property
+    def program(self) -> Program:
+        return self.program_of()
+
+    @property
+    def columns_of_program(self) -> int:
+        return self.columns
+
+    @classmethod
+    def of(cls, *arrays: Any, **fields: Any) -> FormulaProblem:
+        """Returns the problem of a formula's operands; rows have two axes.
+
+        Raises:
+          TypeError, ValueError: dtypes or shapes that the formula does not take.
+        """
+        named = dict(zip(cls.formula.operands, arrays, strict=True))
+        (first, of), *_ = [(name, of) for name, of in cls.formula.operands.items() if of.kind == "row"]
+        x = named[first]
+        if x.ndim != 2:
+            raise ValueError(f"{first} has shape {x.shape}; [rows, columns] is needed: fold the leading axes into one")
+        if x.shape[1] % of.parts:
+            raise ValueError(f"{first} has shape {x.shape}; a row has {of.parts} parts of the same length")
+        values: dict[str, Any] = {"rows": x.shape[0], "columns": x.shape[1] // of.parts, "dtype": str(x.dtype)}
+        for name, each in cls.formula.operands.items():
+            if each.dtype != "dtype" and each.dtype in cls.__dataclass_fields__:
+                values.setdefault(each.dtype, str(named[name].dtype))
+        problem = cls(**values, **fields)
+        for name, wanted in zip(named, problem.operands(), strict=True):
+            found = named[name]
+            if found.shape != wanted.shape:
+                raise ValueError(f"{name} has shape {found.shape}; {first} {x.shape} needs {wanted.shape}")
+            if found.dtype != wanted.dtype:
+                raise TypeError(f"{name} is {found.dtype}, and {first} is {x.dtype}: {name} needs {wanted.dtype}")
+        return problem
+
+    def neighbour(self) -> FormulaProblem | None:
+        """Returns fewer rows, and columns that still divide into the same vectors but not into the same chunks."""
+        rows = (self.rows - 1) // 2 * 2 - 1 if self.rows > 8 else self.rows
+        less = next((step for step in (256, 8) if self.columns > 4 * step), 0)
+        below = dataclasses.replace(self, rows=rows, columns=self.columns - less)
+        return None if below == self else below
+
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        """Returns, of benign formulas, the rounding error of each result, plus 2^-18 for the float32 steps before it.
+
+        These steps are sums of positive terms in a tree, with an error of about 2^-22, and exponentials by the hardware
+        unit. ``ex2.approx`` is off by 2^-22 (PTX ISA). Its argument, with a magnitude below 32 where the result counts,
+        is off by 2^-19. Values that the result's dtype cannot hold, or that are subnormal in float32, may become zero.
+        """
+        if not self.formula.benign or self.part != "forward":
+            return super().tolerance()
+        between = 1.5 * self._rounded_between()
+        found = []
+        for result in self.program.results:
+            info = jnp.finfo(result.dtype)
+            least = max(float(info.smallest_subnormal), float(np.finfo(np.float32).tiny))
+            if result.kind == "scalar":  # a logarithm of a sum: its error is that of the sum, relative
+                found.append(Tolerance(absolute=2.0**-18, relative=2.0**-22))
+            else:
+                found.append(Tolerance(absolute=least, relative=float(info.eps) + 2.0**-18 + between))
+        return self.pack(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedProblem(FormulaProblem):
+    """The problem of a formula with vectors that all rows share.
+
+    Attributes:
+      weight_dtype: their dtype: "float32", or "" for that of the rows.
+    """
+
+    weight_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight_dtype not in ("", self.dtype, "float32"):
+            raise ValueError(f"weight_dtype={self.weight_dtype!r} is neither {self.dtype}, as x is, nor float32")
+        # Two names for one problem would be two cache keys.
+        if self.weight_dtype == self.dtype:
+            object.__setattr__(self, "weight_dtype", "")
+
+
+RESULT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedProblem(FormulaProblem):
+    """The problem of a formula whose result has 8 bits.
+
+    Attributes:
+      result_dtype: its dtype.
+    """
+
+    result_dtype: str = RESULT_DTYPES[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("result_dtype", RESULT_DTYPES)
+
+
+def problem_type(name: str, formula: Formula, part: str = "forward") -> type[FormulaProblem]:
+    """Returns the type of a formula's problems, or of those of a part of its derivative, with this name."""
+    base = QuantizedProblem if formula.result_dtype else FormulaProblem
+    base = WeightedProblem if any(of.dtype == "weight_dtype" for of in formula.operands.values()) else base
+    bases = (FormulaTangentProblem, base) if part == "tangent" else (base,)
+    made: type[FormulaProblem] = type(name, bases, {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__})
+    return made
+
+
+# ------------------------------------------------------------------------------
+# The tangent of a row program: the transpose of its backward pass.
+
+
+class TangentProblem(RowProblem):
+    """Tangents of results, from what the backward pass saves and from tangents of the operands with gradients.
+
+    `program` is that of the backward pass.
+    """
+
+    @property
+    @abc.abstractmethod
+    def cotangents(self) -> int:
+        """Number of cotangents among the operands of the backward pass, which come last."""
+
+    @property
+    def arrays(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+        operands, results = super().arrays
+        tangents = tuple(dataclasses.replace(x, kind=_TANGENT.get(x.kind, x.kind)) for x in results)
+        return (*operands[: -self.cotangents], *tangents), operands[-self.cotangents :]
+
+    def reference(self, *args: jax.Array, **params: Any) -> Any:
+        program = self.program_of(**params)
+        count = len(program.results)
+        saved, tangents = args[:-count], args[-count:]
+
+        def backward(*cotangents: jax.Array) -> tuple[jax.Array, ...]:
+            return evaluate(program, *saved, *cotangents, rounded=False)
+
+        shapes = [jax.ShapeDtypeStruct(s.shape, jnp.float32) for s in self.results()]
+        transposed = jax.linear_transpose(backward, *shapes)(tuple(x.astype(jnp.float32) for x in tangents))
+        return self.pack(transposed)
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> None:
+        return None
+
+    @property
+    def sums_rows(self) -> bool:
+        return False
+
+
+_TANGENT: Mapping[str, Any] = {"row sum": "shared"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramTangentProblem(TangentProblem, ProgramProblem):
+    """The tangent of a row program, from the text of its backward pass.
+
+    Attributes:
+      last: number of cotangents among its operands.
+    """
+
+    last: int = 1
+
+    @property
+    def cotangents(self) -> int:
+        return self.last
+
+
+class FormulaTangentProblem(TangentProblem, FormulaProblem):
+    """The tangent of a formula."""
+
+    @property
+    def cotangents(self) -> int:
+        return len(self.derivative().moving)
+
+
+# ------------------------------------------------------------------------------
+# Batching and sharding: a batch axis becomes more rows, and devices divide the rows.
+
+Call = Callable[..., Any]
+
+
+def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int] | None:
+    """Folds the batch axis into the rows; None if an operand that all rows share is batched, or rows are summed."""
+    kinds = [x.kind for x in p.arrays[0]]
+    shared = [dim for dim, kind in zip(dims, kinds, strict=True) if kind in ("shared", "number")]
+    if p.sums_rows or any(dim is not None for dim in shared):
+        return None
+    size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+    many = dataclasses.replace(p, rows=size * p.rows)
+    by_row = [
+        in_front(x, dim, size) if kind in ("row", "scalar") else x
+        for x, dim, kind in zip(args, dims, kinds, strict=True)
+    ]
+    return call(many, *by_row), 0
+
+
+def shard(p: RowProblem) -> Sharding[Any]:
+    """Returns a sharding that divides rows; each row, and each operand shared by all rows, is whole on one device."""
+
+    def letters(x: Operand) -> str:
+        columns = "columns" if x.parts == 1 else f"columns_{x.parts}"
+        return {"row": f"rows {columns}", "scalar": "rows", "number": ""}.get(x.kind, columns)
+
+    operands, results = p.arrays
+    rule = f"{', '.join(map(letters, operands))} -> {', '.join(map(letters, results))}"
+
+    def local(problem: RowProblem, extents: Mapping[str, int]) -> RowProblem:
+        return dataclasses.replace(problem, rows=extents["rows"])
+
+    if p.sums_rows:
+        return Sharding(rule, (), ("rows",), local=local)
+    return Sharding(rule, ("rows",), local=local)
+
+
+def rounded_at_each_step(problem: RowProblem) -> Any:
+    """Returns the tolerance of a formula computed in the dtype of its operands.
+
+    The exponent of a softmax of normally distributed values reaches 9 below the maximum, and is off by half an eps of
+    that.
+    """
+    exact: tuple[Tolerance, ...] = as_tuple(problem.tolerance())
+    return problem.pack([each.wider(8) for each in exact])

@@ -1,0 +1,563 @@
+"""Row programs: the equations of a function of one row, on vectors of `columns` elements and on scalars per row.
+
+`builder.trace` derives a program from a function. A kernel computes it in *stages*: a stage reads the row, computes
+elements, and reduces them to scalars, which later stages read. The last stage computes the results. Floating-point
+numbers are float32 within a program; the equation "round" rounds to a narrower type where the function does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A literal operand of an equation; `dtype` is "float32", "int32" or "bool"."""
+
+    value: float
+    dtype: str = "float32"
+
+
+# The index of a value of the program, or a literal.
+Atom = int | Number
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array that a program reads.
+
+    Attributes:
+      kind: "row" is ``[rows, parts * columns]``, "shared" ``[parts * columns]`` for all rows, "scalar" ``[rows]`` with
+        one element per row, and "number" ``[]``.
+      parts: number of vectors of `columns` elements in a row.
+    """
+
+    kind: Literal["row", "shared", "scalar", "number"]
+    dtype: str
+    parts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A value that is read from memory: a part of an operand."""
+
+    operand: int
+    part: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One step of a program.
+
+    Attributes:
+      name: a key of `ELEMENTWISE` or `REDUCTIONS`, or "index", the column of each element.
+      vector: whether the result has one element per column; otherwise, the result is a scalar per row.
+      dtype: "float32", "int32" or "bool".
+      params: further arguments.
+    """
+
+    name: str
+    inputs: tuple[Atom, ...]
+    vector: bool
+    dtype: str
+    params: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """An array that a program computes.
+
+    Attributes:
+      kind: "row" or "scalar", as for operands; "row sum" is float32 ``[parts * columns]``, summed over all rows.
+      values: the value of each part; a scalar in place of a vector is broadcast.
+    """
+
+    kind: Literal["row", "scalar", "row sum"]
+    dtype: str
+    values: tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of one row.
+
+    Values are numbered: first `inputs`, then the results of `equations`, each after its inputs.
+    """
+
+    columns: int
+    operands: tuple[Operand, ...]
+    inputs: tuple[Input, ...]
+    equations: tuple[Equation, ...]
+    results: tuple[Result, ...]
+
+    def text(self) -> str:
+        """Returns the program as one line of JSON, the inverse of `parse`."""
+
+        def atom(x: Atom) -> Any:
+            return x if isinstance(x, int) else [repr(x.value), x.dtype]
+
+        def fields(x: Any) -> list[Any]:
+            return list(dataclasses.astuple(x))
+
+        said = {
+            "columns": self.columns,
+            "operands": [fields(x) for x in self.operands],
+            "inputs": [fields(x) for x in self.inputs],
+            "equations": [
+                [e.name, [atom(x) for x in e.inputs], int(e.vector), e.dtype, *([list(e.params)] if e.params else [])]
+                for e in self.equations
+            ],
+            "results": [[r.kind, r.dtype, [atom(x) for x in r.values]] for r in self.results],
+        }
+        return json.dumps(said, separators=(",", ":"))
+
+    # ------------------------------------------------------------------------------
+    # Facts derived from the equations.
+
+    def vector(self, atom: Atom) -> bool:
+        """Returns whether a value has one element per column."""
+        if isinstance(atom, Number):
+            return False
+        if atom < len(self.inputs):
+            return self.operands[self.inputs[atom].operand].kind in ("row", "shared")
+        return self.equations[atom - len(self.inputs)].vector
+
+    def equation(self, atom: Atom) -> Equation | None:
+        """Returns the equation that computes a value; None for inputs and numbers."""
+        if isinstance(atom, Number) or atom < len(self.inputs):
+            return None
+        return self.equations[atom - len(self.inputs)]
+
+    def dtype(self, atom: Atom) -> str:
+        """Returns the dtype of a value within the program."""
+        if isinstance(atom, Number):
+            return atom.dtype
+        equation = self.equation(atom)
+        return within(self.operands[self.inputs[atom].operand].dtype) if equation is None else equation.dtype
+
+    @functools.cached_property
+    def levels(self) -> tuple[int, ...]:
+        """For each value, the number of reductions on the longest path to it."""
+        found = [0] * len(self.inputs)
+        for equation in self.equations:
+            below = max((found[x] for x in equation.inputs if isinstance(x, int)), default=0)
+            found.append(below + (equation.name in REDUCTIONS))
+        return tuple(found)
+
+    @functools.cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The reductions of each stage but the last, which has none."""
+        reductions = [i for i in self._computed() if self.equation(i).name in REDUCTIONS]  # type: ignore[union-attr]
+        depth = max((self.levels[i] for i in reductions), default=0)
+        return tuple(tuple(i for i in reductions if self.levels[i] == level + 1) for level in range(depth))
+
+    def _computed(self) -> range:
+        return range(len(self.inputs), len(self.inputs) + len(self.equations))
+
+    @functools.cached_property
+    def written(self) -> tuple[Atom, ...]:
+        """The values of all results."""
+        return tuple(x for result in self.results for x in result.values)
+
+    def needed(self, atoms: Sequence[Atom]) -> set[int]:
+        """Returns the vectors to compute or to read for these values, given all scalars."""
+        found: set[int] = set()
+        waiting = [x for x in atoms if isinstance(x, int) and self.vector(x)]
+        while waiting:
+            if (value := waiting.pop()) in found:
+                continue
+            found.add(value)
+            equation = self.equation(value)
+            waiting += [x for x in (equation.inputs if equation else ()) if isinstance(x, int) and self.vector(x)]
+        return found
+
+    @functools.cached_property
+    def reads(self) -> tuple[frozenset[int], ...]:
+        """The inputs with one element per column that each stage reads; those of the last stage come last."""
+        wanted = [[self.equation(i).inputs[0] for i in stage] for stage in self.stages]  # type: ignore[union-attr]
+        return tuple(
+            frozenset(x for x in self.needed(atoms) if x < len(self.inputs)) for atoms in (*wanted, list(self.written))
+        )
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether a result is a sum over all rows."""
+        return any(result.kind == "row sum" for result in self.results)
+
+    def costs(self, *, again: bool) -> tuple[float, float]:
+        """Returns instructions per element: FP32 operations, and operations of the special function units.
+
+        Args:
+          again: whether each stage computes its vectors again, from the inputs.
+        """
+        wanted = [[self.equation(i).inputs[0] for i in stage] for stage in self.stages]  # type: ignore[union-attr]
+        each = [self.needed(atoms) for atoms in (*wanted, list(self.written))]
+        if not again:
+            each = [set().union(*each)]
+        plain = float(sum(map(len, self.stages)))
+        special = 0.0
+        for values in each:
+            names = [equation.name for x in values if (equation := self.equation(x)) is not None]
+            plain += sum(COSTS.get(name, (1, 0))[0] for name in names)
+            special += sum(COSTS.get(name, (1, 0))[1] for name in names)
+        for stage in self.stages:
+            online = sum(self.equation(i).name == "sum_exp" for i in stage)  # type: ignore[union-attr]
+            plain, special = plain + 4 * online, special + 1.25 * online
+        conversions = sum(x < len(self.inputs) for x in each[-1]) + len(self.written)
+        return plain + conversions, special
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations per element."""
+        return float(sum(e.vector or e.name in REDUCTIONS for e in self.equations if e.name not in ("index", "round")))
+
+
+def parse(text: str) -> Program:
+    """Returns the program of a `Program.text`.
+
+    Raises:
+      ValueError: the text is no program.
+    """
+    try:
+        said = json.loads(text)
+
+        def atom(x: Any) -> Atom:
+            return int(x) if isinstance(x, int) else Number(float(x[0]), str(x[1]))
+
+        equations = [
+            Equation(str(name), tuple(map(atom, inputs)), bool(vector), str(dtype), tuple(rest[0]) if rest else ())
+            for name, inputs, vector, dtype, *rest in said["equations"]
+        ]
+        program = Program(
+            int(said["columns"]),
+            tuple(Operand(kind, str(dtype), int(parts)) for kind, dtype, parts in said["operands"]),
+            tuple(Input(int(operand), int(part)) for operand, part in said["inputs"]),
+            tuple(equations),
+            tuple(Result(kind, str(dtype), tuple(map(atom, values))) for kind, dtype, values in said["results"]),
+        )
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{text[:60]!r} is no row program: {type(error).__name__}: {error}") from error
+    _require_valid(program)
+    return program
+
+
+def _require_valid(program: Program) -> None:
+    """Raises a ValueError if a program that was read from text could not be computed."""
+    kinds = {"row", "shared", "scalar", "number"}
+    if program.columns < 1 or any(x.kind not in kinds or x.parts < 1 for x in program.operands):
+        raise ValueError("a row program has one column or more, and known operands")
+    for x in (*program.operands, *program.results):
+        jnp.dtype(x.dtype)
+    for number, read in enumerate(program.inputs):
+        if not 0 <= read.operand < len(program.operands):
+            raise ValueError(f"input {number} of a row program reads operand {read.operand}, which there is not")
+        if not 0 <= read.part < program.operands[read.operand].parts:
+            raise ValueError(f"input {number} of a row program reads part {read.part}, which there is not")
+    for place, equation in enumerate(program.equations, len(program.inputs)):
+        if equation.name not in {*ELEMENTWISE, *REDUCTIONS, "index"}:
+            raise ValueError(f"a row program has an unknown equation {equation.name!r}")
+        if any(isinstance(x, int) and not 0 <= x < place for x in equation.inputs):
+            raise ValueError(f"value {place} of a row program reads one that is not computed before")
+    last = len(program.inputs) + len(program.equations)
+    if any(isinstance(x, int) and not 0 <= x < last for x in program.written):
+        raise ValueError("a result of a row program is no value of it")
+
+
+def within(dtype: str) -> str:
+    """Returns the dtype in which a program computes with elements of `dtype`."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return "float32"
+    return "bool" if dtype == "bool" else "int32"
+
+
+# ------------------------------------------------------------------------------
+# The meaning of equations, in operations that compilers of kernels have.
+
+F32 = np.float32
+BIG = float(np.finfo(np.float32).max)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    # The hardware's tanh is off by 2^-11 (PTX ISA, tanh.approx). Near 0, the quotient cancels; a Taylor series does not.
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    far = 1 - 2 / (1 + jnp.exp(2 * x))
+    return jnp.where(jnp.abs(x) < F32(0.3), near, far)
+
+
+def _expm1(x: jax.Array) -> jax.Array:
+    tail = 1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))
+    return jnp.where(jnp.abs(x) < F32(0.3), x * (1 + x * (0.5 + x * tail)), jnp.exp(x) - 1)
+
+
+def _log1p(x: jax.Array) -> jax.Array:
+    # log(1 + x) with the error of 1 + x taken out (Goldberg, ACM Computing Surveys 23, 1991, theorem 4).
+    one = 1 + x
+    series = x * (1 + x * (-0.5 + x * (1 / 3 + x * (-0.25 + x * 0.2))))
+    return jnp.where(jnp.abs(x) < F32(2.0**-5), series, jnp.log(one))
+
+
+def _logistic(x: jax.Array) -> jax.Array:
+    return 1 / (1 + jnp.exp(-x))
+
+
+def _floor(x: jax.Array) -> jax.Array:
+    nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(nearest > x, nearest - 1, nearest)
+
+
+def _round(x: jax.Array, dtype: str) -> jax.Array:
+    """Rounds to a narrower type, and widens again; conversions of the hardware saturate, JAX's to 8 bits do not."""
+    if dtype.startswith("float8"):
+        most, above = (464.0, np.nan) if "e4m3" in dtype else (61440.0, np.inf)
+        bounded = jnp.where(jnp.abs(x) < F32(most), x, jnp.where(x < 0, F32(-above), F32(above)))
+        x = jnp.where(jnp.abs(x) == F32(most), jnp.sign(x) * F32(448.0), bounded) if most == 464.0 else bounded
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _to_int(x: jax.Array, least: float, most: float) -> jax.Array:
+    """Converts to integers as XLA does: towards zero, with values out of range at the end of the range, and NaN at 0."""
+    bounded = jnp.minimum(jnp.maximum(x, F32(least)), F32(most))
+    return jnp.where(x == x, bounded, F32(0)).astype(jnp.int32)
+
+
+def _where(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(pred, x, y)
+
+
+ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "int_div": lambda x, y: lax.div(x, y),
+    "rem": lambda x, y: lax.rem(x, y),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "neg": jnp.negative,
+    "abs": jnp.abs,
+    "sign": jnp.sign,
+    "exp": jnp.exp,
+    "exp2": lambda x: lax.exp2(x),
+    "log": jnp.log,
+    "log1p": _log1p,
+    "expm1": _expm1,
+    "tanh": _tanh,
+    "logistic": _logistic,
+    "erf": lambda x: lax.erf(x),
+    "sqrt": jnp.sqrt,
+    "rsqrt": lambda x: lax.rsqrt(x),
+    "floor": _floor,
+    "ceil": lambda x: -_floor(-x),
+    "nearest": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
+    "away": lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
+    "round": _round,
+    "to_int": _to_int,
+    "to_float": lambda x: x.astype(jnp.float32),
+    "bool_to_float": lambda x: jnp.where(x, F32(1), F32(0)),
+    "bool_to_int": lambda x: jnp.where(x, np.int32(1), np.int32(0)),
+    "is_nonzero": lambda x: x != 0,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "shift_left": lambda x, y: lax.shift_left(x, y),
+    "shift_right_arithmetic": lambda x, y: lax.shift_right_arithmetic(x, y),
+    "shift_right_logical": lambda x, y: lax.shift_right_logical(x, y),
+    "where": _where,
+}
+
+# FP32 and special-function instructions of one element; all others take one instruction.
+COSTS: Mapping[str, tuple[float, float]] = {
+    "exp": (1, 1),
+    "exp2": (0, 1),
+    "log": (1, 1),
+    "log1p": (9, 1),
+    "expm1": (11, 1),
+    "tanh": (14, 2),
+    "logistic": (3, 2),
+    "erf": (20, 1),
+    "div": (1, 1),
+    "sqrt": (1, 1),
+    "rsqrt": (0, 1),
+    "floor": (3, 0),
+    "ceil": (5, 0),
+    "round": (1, 0),
+    "to_int": (4, 0),
+    "sign": (3, 0),
+    "int_div": (15, 1),
+    "rem": (16, 1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How elements become one number: the number of no element, and what joins two vectors or two numbers."""
+
+    identity: float
+    join: Callable[[jax.Array, jax.Array], jax.Array]
+    along: Callable[..., jax.Array]
+
+
+# "sum_exp" is the sum of exponentials relative to the maximum clamped to finite numbers, and that maximum: a kernel
+# computes both in one pass, and corrects the sum when the maximum grows (Milakov, Gimelshein, arXiv:1805.02867).
+REDUCTIONS: Mapping[str, Reduction] = {
+    "reduce_sum": Reduction(0.0, jnp.add, jnp.sum),
+    "reduce_max": Reduction(-np.inf, jnp.maximum, jnp.max),
+    "reduce_min": Reduction(np.inf, jnp.minimum, jnp.min),
+    "sum_exp": Reduction(-np.inf, jnp.maximum, jnp.max),
+}
+
+
+def clamped(maximum: jax.Array) -> jax.Array:
+    """Returns a finite shift of exponents: the difference of two shifts is then never NaN."""
+    return jnp.minimum(jnp.maximum(maximum, F32(-BIG)), F32(BIG))
+
+
+class Values:
+    """Values of a program for some elements of some rows, computed when they are asked for.
+
+    Attributes:
+      known: values by their number. Vectors and scalars have shapes that `broadcast` makes equal.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        known: Mapping[int, jax.Array],
+        load: Callable[[int], jax.Array],
+        broadcast: Callable[[jax.Array], jax.Array],
+    ) -> None:
+        """Makes the values.
+
+        Args:
+          known: scalars.
+          load: returns an input, or the "index", of these elements; called once for each.
+          broadcast: broadcasts a scalar per row to the elements.
+        """
+        self.program, self.known, self.load, self.broadcast = program, dict(known), load, broadcast
+
+    def __getitem__(self, atom: Atom) -> jax.Array | np.generic:
+        """Returns a value: a vector, a scalar, or a number of NumPy."""
+        if isinstance(atom, Number):
+            return np.dtype(atom.dtype).type(atom.value)
+        if atom not in self.known:
+            equation = self.program.equation(atom)
+            if equation is None or equation.name == "index":
+                self.known[atom] = self.load(atom)
+            else:
+                self.known[atom] = compute(equation, [self.operand(x, equation) for x in equation.inputs])
+        return self.known[atom]
+
+    def operand(self, atom: Atom, equation: Equation) -> jax.Array | np.generic:
+        """Returns an operand of an equation, broadcast if the result is a vector."""
+        value = self[atom]
+        alone = isinstance(atom, Number) or not equation.vector or self.program.vector(atom)
+        return value if alone else self.broadcast(value)  # type: ignore[arg-type]
+
+    def vector(self, atom: Atom) -> jax.Array:
+        """Returns a value as a vector."""
+        value = self[atom]
+        if self.program.vector(atom):
+            return value  # type: ignore[return-value]
+        return self.broadcast(jnp.asarray(value))
+
+
+def compute(equation: Equation, inputs: Sequence[Any]) -> jax.Array:
+    """Returns the result of an elementwise equation in a kernel."""
+    return ELEMENTWISE[equation.name](*inputs, *equation.params)
+
+
+# Equations that XLA computes by functions of its own.
+_OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
+    "tanh": jnp.tanh,
+    "expm1": jnp.expm1,
+    "log1p": jnp.log1p,
+    "logistic": lax.logistic,
+    "floor": jnp.floor,
+    "ceil": jnp.ceil,
+    "round": lambda x, dtype: x.astype(dtype).astype(x.dtype),
+}
+
+
+def scalar_equations(program: Program, level: int) -> Iterator[int]:
+    """Yields the scalars of this level, in order, that are no reductions."""
+    for value in range(len(program.inputs), len(program.inputs) + len(program.equations)):
+        equation = program.equation(value)
+        if equation and not equation.vector and equation.name not in REDUCTIONS and program.levels[value] == level:
+            yield value
+
+
+def evaluate(
+    program: Program, *arrays: jax.Array, rounded: bool = True, counted: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Computes all rows at once, in float32 or in float64 if an operand is float64.
+
+    Args:
+      rounded: round floating-point results to their dtypes; else they keep the dtype of the computation.
+      counted: for each row, whether sums over rows include it; None includes all.
+    """
+    wide = any(x.dtype == jnp.float64 for x in arrays)
+    real = jnp.float64 if wide else jnp.float32
+    rows = next((x.shape[0] for x, o in zip(arrays, program.operands, strict=True) if o.kind in ("row", "scalar")), 1)
+    known: dict[int, Any] = {}
+
+    def convert(x: jax.Array) -> jax.Array:
+        return x.astype(real) if within(str(x.dtype)) == "float32" else x.astype(within(str(x.dtype)))
+
+    for number, read in enumerate(program.inputs):
+        operand, array = program.operands[read.operand], arrays[read.operand]
+        if operand.kind in ("row", "shared"):
+            array = array[..., read.part * program.columns : (read.part + 1) * program.columns]
+        known[number] = convert(array[:, None] if operand.kind == "scalar" else array)
+    for value, equation in enumerate(program.equations, len(program.inputs)):
+        inputs = [np.dtype(x.dtype).type(x.value) if isinstance(x, Number) else known[x] for x in equation.inputs]
+        if equation.name == "index":
+            known[value] = jnp.arange(program.columns, dtype=jnp.int32)[None]
+        elif equation.name in REDUCTIONS:
+            known[value] = _reduce(equation.name, jnp.broadcast_to(inputs[0], (rows, program.columns)))
+        elif equation.name in _OF_XLA:
+            known[value] = _OF_XLA[equation.name](*inputs, *equation.params)
+        else:
+            known[value] = compute(equation, inputs)
+
+    def finish(result: Result) -> jax.Array:
+        floating = jnp.issubdtype(result.dtype, jnp.floating)
+        dtype = jnp.dtype(real) if floating and (wide or not rounded) else jnp.dtype(result.dtype)
+        shape = (rows, 1 if result.kind == "scalar" else program.columns)
+        atoms = result.values if rounded or not floating else [_before_rounding(program, x) for x in result.values]
+        values = [x.value if isinstance(x, Number) else known[x] for x in atoms]
+        parts = [jnp.broadcast_to(jnp.asarray(x), shape) for x in values]
+        if result.kind == "scalar":
+            return parts[0][:, 0].astype(dtype)
+        joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        if result.kind == "row sum" and counted is not None:
+            joined = jnp.where(counted[:, None], joined, 0)
+        return (jnp.sum(joined, axis=0) if result.kind == "row sum" else joined).astype(dtype)
+
+    return tuple(map(finish, program.results))
+
+
+def _before_rounding(program: Program, atom: Atom) -> Atom:
+    equation = program.equation(atom)
+    return equation.inputs[0] if equation is not None and equation.name == "round" else atom
+
+
+def _reduce(name: str, x: jax.Array) -> jax.Array:
+    if name == "sum_exp":
+        return jnp.sum(jnp.exp(x - clamped(jnp.max(x, axis=1, keepdims=True))), axis=1, keepdims=True)
+    return REDUCTIONS[name].along(x, axis=1, keepdims=True)

@@ -1,0 +1,29 @@
+"""Row programs on TPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from search_spaces.footprint import Footprint
+from search_spaces.kernel import Kernel
+from search_spaces.rows.problem import RowProblem
+from search_spaces.space import Columns, Space
+from search_spaces.target import Target
+
+
+class TpuRows(Kernel[RowProblem, Any]):
+    """A row program on a TPU."""
+
+    backend = "mosaic_tpu"
+
+    def supports(self, problem: RowProblem, target: Target) -> str | None:
+        return "is not written yet"
+
+    def space(self, problem: RowProblem, target: Target) -> Space[Any]:
+        raise NotImplementedError
+
+    def footprint(self, problem: RowProblem, schedules: Columns, target: Target) -> Footprint:
+        raise NotImplementedError
+
+    def run(self, problem: RowProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> Any:
+        raise NotImplementedError
