@@ -203,7 +203,10 @@ class Builder:
         match kinds:
             case ("float32", "float32"):
                 narrow = jnp.finfo(after).bits < jnp.finfo(before).bits or jnp.finfo(after).bits <= 16
-                return self.emit("round", atom, params=(after,)) if narrow and self._exact(atom) != after else atom
+                if not narrow or self._exact(atom) == after:
+                    return atom
+                bounded = jnp.dtype(after).itemsize == 1 and self._is_bounded(atom, float(jnp.finfo(after).max))
+                return self.emit("round", atom, params=(after, True) if bounded else (after,))
             case ("float32", "int32"):
                 info = jnp.iinfo(after)
                 bounds = (float(info.min), float(np.nextafter(np.float32(info.max), np.float32(0))))
@@ -223,6 +226,14 @@ class Builder:
 
     def _rounded(self, atom: Atom, dtype: str) -> Atom:
         return atom if dtype == "float32" else self.emit("round", atom, params=(dtype,))
+
+    def _is_bounded(self, atom: Atom, most: float) -> bool:
+        """Returns whether a value was clipped to at most `most` in magnitude."""
+        ends = {}
+        while (clipped := self.made_by(atom, "min", "max")) is not None and isinstance(clipped.inputs[1], Number):
+            ends[clipped.name] = abs(clipped.inputs[1].value)
+            atom = clipped.inputs[0]
+        return len(ends) == 2 and max(ends.values()) <= most
 
     def _exact(self, atom: Atom) -> str:
         """Returns the narrow dtype that certainly holds a value; "" if there is none."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces import checking
 from search_spaces.front_end import in_front
 from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple
 from search_spaces.rows.builder import trace
@@ -127,6 +128,21 @@ class RowProblem(Problem):
         read = {x for equation in self.program.equations for x in equation.inputs if isinstance(x, int)}
         rounds = [self.program.equation(x) for x in read]
         return sum(float(jnp.finfo(e.params[0]).eps) for e in rounds if e is not None and e.name == "round")
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Draws operands; integers of which there is one per row are columns."""
+        columns = self.arrays[0][0].parts * self.columns_of_program
+        found = []
+        for x, declared in zip(super().inputs(seed), self.arrays[0], strict=True):
+            is_column = declared.kind == "scalar" and jnp.issubdtype(x.dtype, jnp.integer)
+            found.append(jnp.abs(x // 2) % columns if is_column else x)
+        return tuple(found)
+
+    def special(self) -> tuple[str, ...]:
+        return checking.kinds_of([s.dtype for s in self.operands() if jnp.issubdtype(s.dtype, jnp.floating)])
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        return checking.with_special_values(self.inputs(seed), kind, integers=False)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return tuple(

@@ -315,13 +315,20 @@ def _floor(x: jax.Array) -> jax.Array:
     return jnp.where(nearest > x, nearest - 1, nearest)
 
 
-def _round(x: jax.Array, dtype: str) -> jax.Array:
-    """Rounds to a narrower type, and widens again; conversions of the hardware saturate, JAX's to 8 bits do not."""
-    if dtype.startswith("float8"):
-        most, above = (464.0, np.nan) if "e4m3" in dtype else (61440.0, np.inf)
-        bounded = jnp.where(jnp.abs(x) < F32(most), x, jnp.where(x < 0, F32(-above), F32(above)))
-        x = jnp.where(jnp.abs(x) == F32(most), jnp.sign(x) * F32(448.0), bounded) if most == 464.0 else bounded
-    return x.astype(dtype).astype(jnp.float32)
+def _narrow(x: jax.Array, dtype: str, bounded: bool = False) -> jax.Array:
+    """Converts to a narrower type. The hardware's conversions to 8 bits saturate; JAX's give NaN or infinity.
+
+    Args:
+      bounded: whether all finite elements are in the range of the type.
+    """
+    if dtype == "float8_e4m3fn" and not bounded:  # 464 is halfway to the next number, which there is not
+        x = jnp.where(jnp.abs(x) <= F32(464.0), x, F32(np.nan))
+    return x.astype(dtype)
+
+
+def _round(x: jax.Array, dtype: str, bounded: bool = False) -> jax.Array:
+    """Rounds to a narrower type, and widens again."""
+    return _narrow(x, dtype, bounded).astype(jnp.float32)
 
 
 def _to_int(x: jax.Array, least: float, most: float) -> jax.Array:
@@ -490,8 +497,17 @@ _OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "logistic": lax.logistic,
     "floor": jnp.floor,
     "ceil": jnp.ceil,
-    "round": lambda x, dtype: x.astype(dtype).astype(x.dtype),
+    "round": lambda x, dtype, bounded=False: x.astype(dtype).astype(x.dtype),
 }
+
+
+def narrowed(values: Values, atom: Atom, dtype: str) -> jax.Array:
+    """Returns a value as a vector of the dtype of a result."""
+    equation = values.program.equation(atom)
+    if equation is not None and equation.name == "round" and equation.params[0] == dtype:
+        rounded: jax.Array = _narrow(values.operand(equation.inputs[0], equation), *equation.params)  # type: ignore[arg-type]
+        return rounded if equation.vector else values.broadcast(rounded)
+    return values.vector(atom).astype(dtype)
 
 
 def scalar_equations(program: Program, level: int) -> Iterator[int]:

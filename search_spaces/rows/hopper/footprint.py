@@ -1,0 +1,196 @@
+"""Resource demands of one launch of a row program on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
+from search_spaces.problem import nbytes
+from search_spaces.rows.builder import online
+from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, chunk_bytes, row_inputs, statistics
+from search_spaces.rows.hopper.partition import RowPartition
+from search_spaces.rows.hopper.registers import RegisterPlan
+from search_spaces.rows.hopper.space import coalescing, itemsizes
+from search_spaces.rows.problem import RowProblem
+from search_spaces.space import Columns, round_up
+from search_spaces.target import Target
+
+# Registers of a thread besides those for its elements (ptxas; see docs/kernels/rows-hopper.md).
+_RESIDENT_REGISTERS = 24
+_CHUNK_REGISTERS = 32
+
+
+def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
+    """Returns the footprint of each schedule, by its residency."""
+    parts = {
+        "registers": _of_registers,
+        "span": _of_registers,
+        "ring": _of_registers,
+        "smem": _of_smem,
+        "pipeline": _of_pipeline,
+    }
+    masks = [s.residency == residency for residency in parts]
+    found = [of(p, s.take(mask), target.cores) for of, mask in zip(parts.values(), masks, strict=True) if mask.any()]
+    masks = [mask for mask in masks if mask.any()]
+    merged: Footprint = _merged(found, masks)
+    return merged
+
+
+def _merged(values: list[Any], masks: list[npt.NDArray[np.bool_]]) -> Any:
+    """Selects, for each schedule, the value whose mask contains it, field by field; a common scalar stays a scalar."""
+    first = values[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        fields = [field.name for field in dataclasses.fields(first)]
+        return type(first)(**{name: _merged([getattr(value, name) for value in values], masks) for name in fields})
+    if isinstance(first, tuple):
+        return tuple(_merged(list(each), masks) for each in zip(*values, strict=True))
+    if all(np.ndim(value) == 0 and value == first for value in values):
+        return first
+    column = np.zeros(len(masks[0]), np.result_type(*values))
+    for value, mask in zip(values, masks, strict=True):
+        column[mask] = value
+    return column
+
+
+def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
+    program = p.program
+    plan = RegisterPlan.of(program.columns, s)
+    arrays, shared = _Arrays(p), _Shared(p)
+    rows = np.minimum(plan.group, p.rows)
+    blocks = -(-p.rows // rows)
+    persistent = s.blocks > 0
+    team = np.where(s.warps == 1, WARPS, 1)
+    warps = np.maximum(WARPS, s.warps)
+    accesses = plan.accesses * np.minimum(warps, team * s.warps) * (arrays.count * s.rows + shared.accesses(s.vector))
+    costs = program.costs(again=False)
+    elements = rows * plan.accesses * WARP * s.warps * s.vector
+    sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
+    held = s.rows + shared.words + len(row_inputs(program)) - 1 + sums
+    registers = _RESIDENT_REGISTERS + held * plan.accesses * s.vector
+    step = Phase(
+        mufu_ops=costs[1] * elements,
+        fp32_ops=costs[0] * elements + WARP * accesses,
+        transactions=accesses,
+        onchip_bytes_read=np.where(s.stages > 0, chunk_bytes(program) * elements, 0),
+    )
+    common = _common(p, s, blocks=blocks, rows=rows, parts=plan.spans, steps=1, shared=shared, step=step)
+    partial = 4.0 * sums * program.columns * plan.grid(p.rows, cores) * team * plan.spans
+    return Footprint(
+        **common,
+        onchip_bytes=np.asarray(plan.smem_bytes(program), dtype=np.int64),
+        threads=warps * WARP,
+        **_footprint_registers(registers, warps * WARP),
+        stages=np.maximum(1, s.stages),
+        persistent=persistent,
+        copied_bytes=2 * partial,
+        launches=np.where(partial > 0, 2, 1),
+    )
+
+
+def _of_smem(p: RowProblem, s: Columns, cores: int) -> Footprint:
+    plan = SmemResident.of(p.program.columns, s)
+    return _footprint_of_chunks(p, s, plan, register_chunks=s.register_chunks, steps=1)
+
+
+def _of_pipeline(p: RowProblem, s: Columns, cores: int) -> Footprint:
+    plan = PersistentPipeline.of(p.program.columns, s)
+    return dataclasses.replace(
+        _footprint_of_chunks(p, s, plan, register_chunks=0, steps=plan.chunks), stages=s.stages, persistent=True
+    )
+
+
+def _footprint_of_chunks(p: RowProblem, s: Columns, plan: RowPartition, *, register_chunks: Any, steps: Any) -> Footprint:
+    program = online(p.program)
+    arrays, shared, operands = _Arrays(p), _Shared(p), len(row_inputs(program))
+    costs, passes = program.costs(again=True), len(program.stages) + 1
+    # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
+    in_smem = plan.chunks - register_chunks
+    accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
+    accesses = accesses + plan.chunks * plan.chunk_lines * (arrays.count - operands + shared.accesses(s.vector))
+    accesses = accesses + plan.ends.fragments * WARPS * (arrays.count + (shared.bytes > 0)) / s.cluster
+    # ptxas keeps register-cached chunks of softmax as float32 (docs/kernels/rows-hopper.md).
+    kept_words = 1.0 if costs[1] else chunk_bytes(program) / 4
+    words = statistics(program) + s.accesses * (1 + shared.words + register_chunks * kept_words)
+    registers = _CHUNK_REGISTERS + words * s.vector
+    copied = (plan.alignments > 1) & (shared.bytes > 0)
+    elements = program.columns / s.cluster
+    step = Phase(
+        mufu_ops=costs[1] * elements / steps,
+        fp32_ops=(costs[0] * elements + WARP * accesses) / steps,
+        onchip_bytes_read=in_smem / plan.chunks * passes * chunk_bytes(program) * elements / steps,
+        transactions=accesses / steps,
+    )
+    blocks = np.full(len(s), p.rows)
+    return Footprint(
+        **_common(p, s, blocks=blocks, rows=1, parts=s.cluster, steps=steps, shared=shared, step=step),
+        steps=steps,
+        onchip_bytes=plan.smem_bytes(program),
+        threads=s.warps * WARP,
+        **_footprint_registers(registers, s.warps * WARP),
+        cluster=s.cluster,
+        copied_bytes=np.where(copied, (1 + plan.alignments) * shared.bytes, 0.0),
+        launches=np.where(copied, 2, 1),
+    )
+
+
+class _Arrays:
+    """The arrays of rows that a kernel reads and writes: their number, counting parts, and their bytes."""
+
+    def __init__(self, p: RowProblem) -> None:
+        operands, results = p.arrays
+        self.count = len(row_inputs(p.program)) + sum(x.parts for x in results if x.kind == "row")
+        self.read = [
+            (f"operand {number + 1}", nbytes(x))
+            for number, (x, o) in enumerate(zip(p.operands(), operands, strict=True))
+            if o.kind in ("row", "scalar")
+        ]
+        self.written = sum(nbytes(x) for x, o in zip(p.results(), results, strict=True) if o.kind != "row sum")
+
+
+class _Shared:
+    """The operands that all rows share: total bytes, and 32-bit words per element, which keeps its dtype."""
+
+    def __init__(self, p: RowProblem) -> None:
+        shared = [x for x, o in zip(p.operands(), p.arrays[0], strict=True) if o.kind == "shared"]
+        self.itemsize = sum(x.dtype.itemsize for x in shared)
+        self.bytes = sum(map(nbytes, shared))
+        self.words = self.itemsize / 4
+
+    def accesses(self, vector: Any) -> Any:
+        """Returns the accesses to shared operands for each access to a row."""
+        return -(-vector * self.itemsize // ACCESS_BYTES)
+
+
+def _common(
+    p: RowProblem, s: Columns, *, blocks: Any, rows: Any, parts: Any, steps: Any, shared: _Shared, step: Phase
+) -> dict[str, Any]:
+    """Returns the fields common to all residencies, for blocks of `rows` rows; `step` has the work of the lanes."""
+    arrays, narrowest = _Arrays(p), min(itemsizes(p.program))
+    return {
+        "arithmetic": p.arithmetic,
+        "grid": (blocks, parts),
+        "minor": 1,
+        "axes": ("rows", "parts of a row"),
+        "step": dataclasses.replace(
+            step,
+            loads=(
+                *(Operand(bytes=each / (blocks * parts) / steps, axes=(0, 1), name=name) for name, each in arrays.read),
+                Operand(bytes=shared.bytes / parts / steps, axes=(1,), name="shared"),
+            ),
+            flops=p.flops / p.rows * rows / parts / steps,
+        ),
+        "tile": Phase(bytes_written=arrays.written / (blocks * parts)),
+        "coalescing": coalescing(p.program.columns * narrowest, s.vector * narrowest),
+        "access_bytes": s.vector * narrowest,
+    }
+
+
+def _footprint_registers(needed: Any, threads: Any) -> Any:
+    """Returns the registers of a thread and of its block, in which hardware allocates them in units of eight."""
+    registers = np.asarray(needed).astype(np.int64)
+    return {"registers": registers, "registers_per_block": threads * round_up(registers, 8)}

@@ -1,0 +1,324 @@
+"""The division of a row among the CTAs of a cluster, into chunks, and of chunks among warps, into lines."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.hopper import WARP, WARPS
+from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, ChunkLayout, PartialsBuffer, ThreadLayout
+from search_spaces.rows.program import Program
+from search_spaces.space import round_up
+
+# ------------------------------------------------------------------------------
+# The ends of a row: the few elements besides its lines, which TMA cannot address, loaded and stored one per thread.
+
+LAYOUT = ThreadLayout(warps=1, vector=1)
+ELEMENTS = LAYOUT.rows * LAYOUT.columns  # elements of a fragment: one per thread of a warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Flat references to arrays of rows, and where an element of a row is in each.
+
+    Attributes:
+      refs: one for each operand; None if the operand has no rows.
+      row: index of the row.
+      values: the inputs of the program that are rows.
+    """
+
+    program: Program
+    refs: Sequence[Any]
+    row: Any
+    values: Sequence[int]
+
+    def at(self, value: int, index: Any) -> tuple[Any, Any]:
+        """Returns the reference of an input, and the index there of the element at `index` of rows without gaps."""
+        read = self.program.inputs[value]
+        parts = self.program.operands[read.operand].parts
+        return self.refs[read.operand], index + part_offset(self.program.columns, self.row, parts, read.part)
+
+
+def part_offset(columns: int, row: Any, parts: int, part: int) -> Any:
+    """Returns the distance of an element of a part of a row from its index in rows of a single part."""
+    return 0 if parts == 1 else (row * (parts - 1) + part) * columns
+
+
+class RowStart(NamedTuple):
+    """The start of a row, and of its lines, a multiple of an access: element indices of the array."""
+
+    row: Any
+    lines: Any
+
+
+class End(NamedTuple):
+    """A fragment of one row's ends, in one warpgroup's registers.
+
+    Attributes:
+      start: index of its first element, in rows without gaps.
+      loaded: its elements of each input that is a row, in their dtype in memory.
+      first, last: half-open range of array indices in which its elements count; others are in a line, too, or unused.
+      exists: whether there is such a fragment.
+    """
+
+    start: Any
+    loaded: Mapping[int, jax.Array]
+    first: Any
+    last: Any
+    exists: Any
+
+    def mask(self) -> jax.Array:
+        """Returns which elements count."""
+        index = LAYOUT.iota(0) * LAYOUT.columns + LAYOUT.iota(1) + self.start
+        return (index >= self.first) & (index < self.last)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEnds:
+    """The division of a row's ends into fragments; fields may be `Columns` of schedules.
+
+    Fragments after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
+    elements before the lines are one more fragment, aligned to the start of the row. Overlapping elements count once,
+    and are stored twice with the same bits.
+
+    Attributes:
+      columns: columns of a row.
+      in_lines: number of these in its lines.
+      before: maximum number of these before its lines.
+    """
+
+    columns: int
+    in_lines: Any
+    before: Any
+
+    @property
+    def fragments_after(self) -> Any:
+        """Fragments after the lines."""
+        return -(-(self.columns - self.in_lines) // ELEMENTS)
+
+    @property
+    def fragments(self) -> Any:
+        return self.fragments_after + (self.before > 0)
+
+    def load(self, rows: Rows, start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
+        """Loads the fragments of one of the `warpgroups` that share the row.
+
+        All warpgroups have the same number of fragments; some may not exist.
+        """
+        after, fragments = int(self.fragments_after), int(self.fragments)
+        ends = []
+        for offset in range(0, fragments, warpgroups):
+            number = warpgroup + offset
+            is_after, end_of_row = number < after, start.row + self.columns
+            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
+            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
+            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
+            loaded = {value: LAYOUT.load_flat(*rows.at(value, begin)) for value in rows.values}
+            ends.append(End(begin, loaded, first, last, number < fragments))
+        return ends
+
+
+class Scratch(NamedTuple):
+    """SMEM of a CTA, in the order of its layout; None for parts that a kernel lacks.
+
+    Attributes:
+      arrived: barrier at which warps arrive with their partials.
+      full, empty: barriers of each stage: its chunk has arrived; its last reader is done.
+      stages: chunks of rows, for each input that is a row.
+      partials: buffers of the cluster's all-reduce.
+    """
+
+    arrived: Any
+    full: Any
+    empty: Any
+    stages: Any
+    partials: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPartition(abc.ABC):
+    """A row in parts, one per CTA of a cluster, each in chunks of lines; fields may be `Columns` of schedules.
+
+    A line is one access of all threads of a warp. The last part starts early enough to be whole, as does the last chunk
+    of each part. A row need not consist of whole lines, nor start at a multiple of an access: its lines do, and the
+    elements before and after them are its `ends`.
+
+    Attributes:
+      columns: columns of a row.
+      vector: elements of one access of one thread.
+      warpgroups: computing warpgroups of one CTA.
+      accesses: accesses of a thread to a chunk: lines of each warp in it.
+      cluster: CTAs that share a row.
+    """
+
+    columns: int
+    vector: Any
+    warpgroups: Any
+    accesses: Any
+    cluster: Any
+
+    @property
+    def line(self) -> Any:
+        """Elements of a line."""
+        return WARP * self.vector
+
+    @property
+    def row_lines(self) -> Any:
+        """Lines of a row wherever it starts: the whole lines from the first multiple of an access on."""
+        return (self.columns - self._most_before) // self.line
+
+    @property
+    def in_lines(self) -> Any:
+        """Elements of a row that are in its lines."""
+        return self.row_lines * self.line
+
+    @property
+    def ends(self) -> RowEnds:
+        return RowEnds(self.columns, self.in_lines, self._most_before)
+
+    @property
+    def part_lines(self) -> Any:
+        return -(-self.row_lines // self.cluster)
+
+    @property
+    def part(self) -> Any:
+        """Elements of a part."""
+        return self.part_lines * self.line
+
+    @property
+    def part_overlap(self) -> Any:
+        """Elements in both the last part and the one before: fewer lines than CTAs, and than in a chunk."""
+        return self.cluster * self.part - self.in_lines
+
+    @property
+    def chunk_lines(self) -> Any:
+        return WARPS * self.warpgroups * self.accesses
+
+    @property
+    def chunk(self) -> Any:
+        """Elements of a chunk."""
+        return self.chunk_lines * self.line
+
+    @property
+    def chunks(self) -> Any:
+        """Chunks of a part, the last one starting early enough to be whole."""
+        return -(-self.part_lines // self.chunk_lines)
+
+    @property
+    def chunk_overlap(self) -> Any:
+        """Elements in both the last chunk and the one before."""
+        return (self.chunks * self.chunk_lines - self.part_lines) * self.line
+
+    @property
+    def layout(self) -> ThreadLayout:
+        """Layout of a fragment: one line for each warp of a warpgroup."""
+        return ThreadLayout(warps=1, vector=self.vector)
+
+    @property
+    def chunk_layout(self) -> ChunkLayout:
+        """Layout of a warpgroup's share of a chunk, for code that needs no separate fragments."""
+        return ChunkLayout(self.vector, self.accesses)
+
+    @property
+    def alignments(self) -> Any:
+        """Number of different offsets in a row at which its lines may start."""
+        return self.vector // np.gcd(self.columns, self.vector)
+
+    @property
+    def _most_before(self) -> Any:
+        """Maximum number of elements of a row before its first multiple of an access."""
+        return self.vector - np.gcd(self.columns, self.vector)
+
+    @abc.abstractmethod
+    def smem_bytes(self, program: Program) -> Any:
+        """Returns the SMEM of one CTA, exact to the byte: the size of `scratch`."""
+
+    @abc.abstractmethod
+    def scratch(self, program: Program) -> Scratch:
+        """Returns the SMEM to allocate."""
+
+    def partials(self, statistics: int) -> PartialsBuffer:
+        return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
+
+    # The methods below are for the code of a kernel.
+
+    def share(self, warpgroup: Any) -> Any:
+        """Returns the offset in each chunk at which the share of this warpgroup starts."""
+        return warpgroup * (WARPS * self.accesses * self.line)
+
+    def fragment_starts(self, warpgroup: Any) -> list[Any]:
+        """Returns the offsets in each chunk at which fragments of this warpgroup start."""
+        return [self.share(warpgroup) + WARPS * self.line * access for access in range(self.accesses)]
+
+    def chunks_of_rank(self) -> tuple[Callable[[Any], Any], Callable[[int], Any]]:
+        """Returns, for chunks of this CTA, the start in the row's lines, and the elements that another chunk counts.
+
+        Both are in elements, and multiples of a line.
+        """
+        first, overlap_of_part = self._part_of_rank()
+
+        def start_of(chunk: Any) -> Any:
+            return first + lax.min(chunk * self.chunk, self.part - self.chunk)
+
+        def overlap_of(chunk: int) -> Any:
+            return overlap_of_part if chunk == 0 else self.chunk_overlap if chunk == int(self.chunks) - 1 else 0
+
+        return start_of, overlap_of
+
+    def _part_of_rank(self) -> tuple[Any, Any]:
+        """Returns the start of this CTA's part in the row's lines, and its elements that the previous part counts."""
+        if self.cluster == 1:
+            return 0, 0
+        rank = lax.axis_index(CLUSTER_RANK)
+        last = rank == self.cluster - 1
+        return (
+            lax.min(rank * self.part, self.in_lines - self.part),
+            jnp.where(last, self.part_overlap, 0) if self.part_overlap else 0,
+        )
+
+    def masks(self, starts: Sequence[Any], overlap: Any) -> list[jax.Array | None]:
+        """Returns, for each fragment of a chunk, which elements come after the first `overlap`, which another counts.
+
+        If `overlap` is a Python 0, not traced, all do: None.
+        """
+        if isinstance(overlap, int) and overlap == 0:
+            return [None] * len(starts)
+        line_start = self.layout.iota(0) * self.line
+        return [line_start + start >= overlap for start in starts]
+
+    def row_start(self, row: Any) -> RowStart:
+        """Returns the start of the row with this index."""
+        first = row * self.columns
+        if not self._most_before:
+            return RowStart(first, first)
+        return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
+
+    def load_ends(self, rows: Rows, start: RowStart, warpgroup: Any) -> list[End]:
+        """Returns the ends of a row that belong to this warpgroup of this CTA."""
+        first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
+        return self.ends.load(rows, start, first + warpgroup, self.warpgroups * self.cluster)
+
+    def aligned_copies(self, shared: jax.Array) -> jax.Array:
+        """Returns the operand that all rows share, once for each of the `alignments`, concatenated.
+
+        Each copy can be read by accesses as wide as the row's, at multiples of their width. The first copy is complete.
+        """
+        if self.alignments == 1:
+            return shared
+        step, length = self.vector // self.alignments, round_up(self.columns, self.vector)
+        padded = jnp.pad(shared, (0, length + self.vector - self.columns))
+        return jnp.concatenate([padded[copy * step : copy * step + length] for copy in range(self.alignments)])
+
+    def aligned_copy(self, start: RowStart) -> Any:
+        """Returns the offset in `aligned_copies` of the copy that matches the start of these lines."""
+        if self.alignments == 1:
+            return 0
+        return lax.div(start.lines - start.row, self.vector // self.alignments) * round_up(self.columns, self.vector)

@@ -1,0 +1,534 @@
+"""Rows in registers: a block loads some rows, or a span of their columns, computes all stages, and stores the results.
+
+Three kinds of blocks: one for each group of rows; persistent blocks that take group after group, and add up the sums
+over rows that are results; and persistent blocks whose groups arrive in SMEM by TMA, in a ring of stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper.synchronization import Pipeline
+from search_spaces.jax_compat import plgpu, store
+from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, PartialsBuffer, ThreadLayout
+from search_spaces.rows.program import Program, Values, narrowed, within
+from search_spaces.rows.stages import Stage, Statistics, with_scalars
+from search_spaces.space import round_up
+
+# Exponentials use the hardware unit. Exchanges between warps use explicit barriers, so stores need no automatic ones.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
+)
+BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisterPlan:
+    """The rows and columns of a block over its threads; fields may be `Columns` of schedules.
+
+    Attributes:
+      columns: columns of a row.
+      warps: warps that share a row: 1, or all of the block: 4, 8 or 16.
+      vector: elements of one access of one thread.
+      rows: rows of which each thread has a part.
+      span_accesses: accesses of a thread to a span of a row; 0 if a block has whole rows.
+      stages: groups of rows in SMEM; 0 if rows are loaded into registers.
+      blocks: persistent blocks per core; 0 if each group of rows has a block.
+    """
+
+    columns: int
+    warps: Any
+    vector: Any
+    rows: Any
+    span_accesses: Any = 0
+    stages: Any = 0
+    blocks: Any = 0
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> RegisterPlan:
+        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
+        return cls(columns, s.warps, s.vector, s.rows, s.accesses, s.stages, s.blocks)
+
+    @property
+    def in_ring(self) -> Any:
+        return self.stages > 0
+
+    @property
+    def warpgroups(self) -> Any:
+        return np.maximum(1, self.warps // WARPS)
+
+    @property
+    def layout(self) -> ThreadLayout:
+        """Layout of a fragment. In a ring, warps that share a row have a line of it each."""
+        return ThreadLayout(1 if self.stages else self.warps, self.vector)
+
+    @property
+    def width(self) -> Any:
+        """Columns of one access of all threads that share a row."""
+        return 32 * self.vector * self.warps
+
+    @property
+    def accesses(self) -> Any:
+        """Accesses of a thread to each of its rows."""
+        return np.where(self.span_accesses > 0, self.span_accesses, -(-self.columns // self.width))
+
+    @property
+    def span(self) -> Any:
+        """Columns of a block."""
+        return np.where(self.span_accesses > 0, self.span_accesses * self.width, self.columns)
+
+    @property
+    def spans(self) -> Any:
+        """Blocks that share a row."""
+        return -(-self.columns // self.span)
+
+    @property
+    def group(self) -> Any:
+        """Rows that a block computes at the same time."""
+        return np.where(self.warps == 1, WARPS, 1) * self.rows
+
+    @property
+    def elements(self) -> Any:
+        """Elements that a thread has in registers of one row operand."""
+        return self.rows * self.accesses * self.vector
+
+    def grid(self, rows: int, cores: int) -> Any:
+        """Returns the number of blocks for each span of columns."""
+        groups = -(-rows // self.group)
+        return np.where(self.blocks > 0, np.minimum(groups, cores * self.blocks), groups)
+
+    def smem_bytes(self, program: Program) -> Any:
+        """Returns the SMEM of one block."""
+        ring = sum(
+            round_up(self.stages * self.group * operand.parts * self.columns * jnp.dtype(operand.dtype).itemsize, SMEM_ALIGNMENT)
+            for operand in program.operands
+            if operand.kind == "row"
+        )
+        buffers = np.where(self.in_ring & (self.warps > 1), self.partials(program).smem_bytes(BUFFERS), 0)
+        return REDUCTION_BYTES + ring + buffers + (2 * self.stages + 1) * BARRIER_BYTES * self.in_ring
+
+    def partials(self, program: Program) -> PartialsBuffer:
+        return PartialsBuffer(max([1, *(Stage(program, i).count for i in range(len(program.stages)))]), self.warps)
+
+
+def run_in_registers(
+    program: Program,
+    plan: RegisterPlan,
+    cores: int,
+    results: Sequence[jax.ShapeDtypeStruct],
+    arrays: Sequence[jax.Array],
+    rows: int,
+) -> list[jax.Array]:
+    """Runs the kernel, which issues all loads of a group of rows before it computes.
+
+    Rows may have any number and any length of at least one fragment. The last group starts early enough that its last
+    row is the last of the array, as do the last span of columns and the last fragment of a row. Overlapping elements
+    are stored twice, with the same bits, and count once in reductions.
+    """
+    blocks, spans = int(plan.grid(rows, cores)), int(plan.spans)
+    outs = []
+    for result, declared in zip(results, program.results, strict=True):
+        sums = declared.kind == "row sum"
+        own = WARPS if plan.warps == 1 else 1  # sums over rows of one block
+        outs.append(jax.ShapeDtypeStruct((blocks, own, *result.shape), jnp.float32) if sums else result)
+
+    def kernel(*refs: Any) -> None:
+        operands, out = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(outs)]
+        block = _Block(program, plan, rows, blocks, spans, operands, out)
+        if not plan.in_ring:
+            block.run()
+            return
+        pl.run_scoped(block.run_ring, *block.scratch(), collective_axes="warpgroup")
+
+    numbers = [x.reshape(1) if x.ndim == 0 else x for x in arrays]
+    made = plgpu.kernel(
+        kernel,
+        out_type=tuple(outs),
+        grid=(blocks * spans,),
+        grid_names=("block",),
+        num_threads=int(plan.warpgroups),
+        thread_name="warpgroup",
+        compiler_params=COMPILER_PARAMS,
+    )(*numbers)
+    return [
+        jnp.sum(x, axis=(0, 1)) if declared.kind == "row sum" else x
+        for x, declared in zip(made, program.results, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What the code of one block knows.
+
+    Attributes:
+      rows: rows of the arrays.
+      blocks, spans: blocks for each span of columns, and spans of a row.
+      operands, out: references to all arrays.
+    """
+
+    program: Program
+    plan: RegisterPlan
+    rows: int
+    blocks: int
+    spans: int
+    operands: Sequence[Any]
+    out: Sequence[Any]
+
+    @property
+    def layout(self) -> ThreadLayout:
+        return self.plan.layout
+
+    @property
+    def group(self) -> int:
+        return int(self.plan.group)
+
+    def scratch(self) -> list[Any]:
+        """Returns the SMEM of a ring: a buffer for each row operand, barriers, and partials of the all-reduce."""
+        plan, by_row = self.plan, self._by_row
+        copies = len(by_row) * self.group
+        buffers = [
+            plgpu.SMEM(
+                (plan.stages, self.group, self.program.operands[i].parts * plan.columns), self.operands[i].dtype
+            )
+            for i in by_row
+        ]
+        partials = plan.partials(self.program)
+        shared = plan.warps > 1
+        return [
+            tuple(buffers),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
+            plgpu.Barrier(num_arrivals=int(plan.warpgroups), num_barriers=plan.stages),
+            partials.scratch(BUFFERS) if shared else None,
+            partials.barrier() if shared else None,
+        ]
+
+    @property
+    def _by_row(self) -> list[int]:
+        return [i for i, operand in enumerate(self.program.operands) if operand.kind == "row"]
+
+    def _span_start(self) -> Any:
+        """Returns the first column of this block."""
+        if self.spans == 1:
+            return 0
+        start = lax.rem(lax.axis_index("block"), self.spans) * int(self.plan.span)
+        return lax.min(start, self.plan.columns - int(self.plan.span))
+
+    def _starts(self) -> list[Any]:
+        """Returns the first column of each fragment, relative to the span."""
+        plan, width = self.plan, int(self.plan.width)
+        return [min(start, int(plan.span) - width) for start in range(0, int(plan.span), width)]
+
+    def run(self) -> None:
+        """Computes one group of rows after the other, with loads into registers."""
+        first = lax.div(lax.axis_index("block"), self.spans) if self.spans > 1 else lax.axis_index("block")
+        groups = -(-self.rows // self.group)
+        team = _Team(self)
+
+        def load(group: Any) -> tuple[Any, Any, Callable[[int, int, int], jax.Array]]:
+            begin = group * self.group
+            row = lax.min(begin, self.rows - self.group)
+            return begin, row, lambda value, step, start: self._from_memory(value, row, step, start)
+
+        if not self.plan.blocks:
+            self._compute(team, *load(first), sums=())
+            return
+        waves = lax.div(groups - 1 - first + self.blocks, self.blocks)
+
+        def body(wave: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return self._compute(team, *load(first + wave * self.blocks), sums=sums)
+
+        self._store_sums(first, lax.fori_loop(0, waves, body, self._no_sums()))
+
+    def run_ring(self, buffers: Any, full: Any, empty: Any, partials: Any, arrived: Any) -> None:
+        """Computes one group of rows after the other, with loads by TMA into a ring of stages."""
+        plan = self.plan
+        first, groups = lax.axis_index("block"), -(-self.rows // self.group)
+        waves = lax.div(groups - 1 - first + self.blocks, self.blocks)
+        warpgroup = lax.axis_index("warpgroup")
+        pipeline = Pipeline(plan.stages, 1, full, empty)
+        team = _Team(self, warpgroup, partials, arrived)
+
+        def row_of(wave: Any) -> Any:
+            return lax.min((first + wave * self.blocks) * self.group, self.rows - self.group)
+
+        def copy(wave: Any) -> None:
+            stage = pipeline.stage(wave)
+            for number, operand in enumerate(self._by_row):
+                for row in range(self.group):
+                    plgpu.copy_gmem_to_smem(
+                        self.operands[operand].at[row_of(wave) + row],
+                        buffers[number].at[stage, row],
+                        full.at[stage],
+                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
+                    )
+
+        @pl.when(warpgroup == 0)
+        def fill() -> None:
+            lax.fori_loop(0, lax.min(waves, plan.stages), lambda wave, _: copy(wave), None)
+
+        def body(wave: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            stage = pipeline.stage(wave)
+            load = wave - 1 + plan.stages
+
+            @pl.when((warpgroup == 0) & (wave > 0) & (load < waves))
+            def refill() -> None:
+                plgpu.barrier_wait(empty.at[pipeline.stage(load)])
+                plgpu.commit_smem()  # orders the reads before a write by TMA
+                copy(load)
+
+            plgpu.barrier_wait(full.at[stage])
+            loaded = {
+                (value, step, start): self._from_stage(buffers, stage, value, step, start, warpgroup)
+                for value in self._vectors("row")
+                for step in range(plan.rows)
+                for start in range(int(plan.accesses))
+            }
+            plgpu.barrier_arrive(empty.at[stage])
+            row, begin = row_of(wave), (first + wave * self.blocks) * self.group
+
+            def at(value: int, step: int, start: int) -> jax.Array:
+                if (value, step, start) in loaded:
+                    return loaded[value, step, start]
+                return self._from_memory(value, row, step, start, team.offset)
+
+            return self._compute(team, begin, row, at, sums=sums, exchanges=wave * len(self.program.stages))
+
+        sums = lax.fori_loop(0, waves, body, self._no_sums(), unroll=False)
+        self._store_sums(first, sums, team.offset)
+
+        @pl.when(warpgroup == 0)
+        def drain() -> None:
+            pipeline.producer_tail(waves)
+
+    def _vectors(self, kind: str) -> list[int]:
+        """Returns the inputs of this kind that a stage reads."""
+        read = sorted(frozenset().union(*self.program.reads))
+        return [x for x in read if self.program.operands[self.program.inputs[x].operand].kind == kind]
+
+    def _from_memory(self, value: int, row: Any, step: int, start: int, offset: Any = 0) -> jax.Array:
+        """Loads a fragment of an input from device memory."""
+        read = self.program.inputs[value]
+        operand = self.program.operands[read.operand]
+        column = read.part * self.plan.columns + self._span_start() + self._starts()[start] + offset
+        if operand.kind == "shared":
+            return self._load_shared(self.operands[read.operand], column)
+        return self.layout.load(self.operands[read.operand], row + step * self.layout.rows, column)
+
+    def _load_shared(self, ref: Any, column: Any) -> jax.Array:
+        if self.plan.in_ring and self.plan.warps > 1:  # warps have a line each
+            return self.layout.load_flat(ref, column)
+        return self.layout.load_shared(ref, column)
+
+    def _from_stage(self, buffers: Any, stage: Any, value: int, step: int, start: int, warpgroup: Any) -> jax.Array:
+        read = self.program.inputs[value]
+        buffer = buffers[self._by_row.index(read.operand)].at[stage]
+        column = read.part * self.plan.columns + self._starts()[start]
+        if self.plan.warps == 1:
+            return self.layout.load(buffer, step * self.layout.rows, column)
+        return self.layout.load_flat(buffer.at[step], column + warpgroup * (WARPS * 32 * self.plan.vector))
+
+    # ------------------------------------------------------------------------------
+
+    def _compute(
+        self,
+        team: _Team,
+        begin: Any,
+        row: Any,
+        load: Callable[[int, int, int], jax.Array],
+        *,
+        sums: tuple[jax.Array, ...],
+        exchanges: Any = 0,
+    ) -> tuple[jax.Array, ...]:
+        """Computes and stores a group of rows; returns the sums over rows with those of this group.
+
+        Args:
+          begin: the first row that no group before has; from `row` to there, rows count in another group.
+        """
+        plan, program = self.plan, self.program
+        starts = range(int(plan.accesses))
+        first = [
+            {(x, start): load(x, step, start) for x in self._vectors("row") for start in starts}
+            for step in range(plan.rows)
+        ]
+        shared = {(x, start): load(x, 0, start) for x in self._vectors("shared") for start in starts}
+        for step in range(plan.rows):
+            at = row + step * team.rows
+            scalars = with_scalars(program, 0, self._scalars(team, at))
+            known = {**first[step], **shared}
+            each = [self._values(scalars, known, team, start) for start in starts]
+            masks = self._masks(team)
+            for number in range(len(program.stages)):
+                stage = Stage(program, number)
+                elements = list(zip(each, masks, strict=True))
+                statistics = team.all_reduce(stage, elements, exchanges + number)
+                scalars = stage.finish(statistics, scalars)
+                for values in each:
+                    values.known.update(scalars)
+            self._store(team, at, each, scalars)
+            sums = self._add(team, sums, each, at, begin)
+        return sums
+
+    def _values(self, scalars: dict[int, jax.Array], known: Any, team: _Team, start: int) -> Values:
+        def load(value: int) -> jax.Array:
+            if value >= len(self.program.inputs):
+                return team.columns() + (self._span_start() + self._starts()[start])
+            loaded: jax.Array = known[value, start]
+            return loaded.astype(within(str(loaded.dtype)))
+
+        return Values(self.program, scalars, load, team.broadcast)
+
+    def _masks(self, team: _Team) -> list[jax.Array | None]:
+        """Returns, for each fragment, which elements no fragment before has; None if all are new."""
+        starts, span = self._starts(), int(self.plan.span)
+        overlap = len(starts) * int(self.plan.width) - span
+        last = team.columns() >= overlap if overlap else None
+        return [*(None for _ in starts[1:]), last]
+
+    def _scalars(self, team: _Team, row: Any) -> dict[int, jax.Array]:
+        found = {}
+        for number, read in enumerate(self.program.inputs):
+            kind, ref = self.program.operands[read.operand].kind, self.operands[read.operand]
+            if kind == "scalar":
+                found[number] = team.load_scalars(ref, row)
+            elif kind == "number":
+                found[number] = ref[0]
+        return {x: array.astype(within(str(array.dtype))) for x, array in found.items()}
+
+    def _store(self, team: _Team, row: Any, each: Sequence[Values], scalars: dict[int, jax.Array]) -> None:
+        for result, ref in zip(self.program.results, self.out, strict=True):
+            if result.kind == "scalar":
+                team.store_scalars(ref, row, jnp.asarray(each[0][result.values[0]]))
+                continue
+            for part, atom in enumerate(result.values if result.kind == "row" else ()):
+                for start, values in enumerate(each):
+                    column = part * self.plan.columns + self._span_start() + self._starts()[start]
+                    team.store(ref, row, column, narrowed(values, atom, result.dtype))
+
+    def _no_sums(self) -> tuple[jax.Array, ...]:
+        count = sum(len(result.values) for result in self.program.results if result.kind == "row sum")
+        return tuple(self.layout.full(0.0) for _ in range(count * int(self.plan.accesses)))
+
+    def _add(
+        self, team: _Team, sums: tuple[jax.Array, ...], each: Sequence[Values], row: Any, begin: Any
+    ) -> tuple[jax.Array, ...]:
+        """Adds the elements of these rows to the sums over rows."""
+        rest = list(sums)
+        found = []
+        for result in self.program.results:
+            for atom in result.values if result.kind == "row sum" else ():
+                for values in each:
+                    vector = values.vector(atom)
+                    if self.rows % self.group:
+                        vector = jnp.where(team.row_numbers(row) >= begin, vector, np.float32(0))
+                    found.append(rest.pop(0) + vector)
+        return tuple(found)
+
+    def _store_sums(self, block: Any, sums: tuple[jax.Array, ...], offset: Any = 0) -> None:
+        rest = list(sums)
+        for result, ref in zip(self.program.results, self.out, strict=True):
+            for part in range(len(result.values)) if result.kind == "row sum" else ():
+                for start in self._starts():
+                    column = part * self.plan.columns + self._span_start() + start + offset
+                    fragment = rest.pop(0)
+                    if self.plan.warps == 1:
+                        self.layout.store(ref.at[block], 0, column, fragment)
+                    elif self.plan.in_ring:
+                        self.layout.store_flat(ref.at[block, 0], column, fragment)
+                    else:
+                        store(ref.at[block, 0, pl.ds(column, self.layout.columns)], fragment)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Team:
+    """The warps that share a row, or the warps of a warpgroup with a row each: how these load, reduce and store.
+
+    In a ring, warps that share a row have a line each of a fragment, whose "rows" are then parts of one row.
+
+    Attributes:
+      partials, arrived: SMEM and barrier of the all-reduce of a ring; None without it.
+    """
+
+    block: _Block
+    warpgroup: Any = 0
+    partials: Any = None
+    arrived: Any = None
+
+    @property
+    def layout(self) -> ThreadLayout:
+        return self.block.layout
+
+    @property
+    def lines(self) -> bool:
+        """Whether warps have lines of the same row."""
+        return self.partials is not None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a fragment."""
+        return 1 if self.lines else self.layout.rows
+
+    @property
+    def offset(self) -> Any:
+        """Columns of a fragment before those of this warpgroup."""
+        return self.warpgroup * (WARPS * 32 * self.block.plan.vector) if self.lines else 0
+
+    def columns(self) -> jax.Array:
+        """Returns the column of each element of a fragment."""
+        layout = self.layout
+        if not self.lines:
+            return layout.iota(len(layout.shape) - 1)
+        return layout.iota(0) * layout.columns + layout.iota(1) + self.offset
+
+    def row_numbers(self, row: Any) -> jax.Array:
+        """Returns the row of each element of a fragment that starts at `row`."""
+        layout = self.layout
+        if self.lines or len(layout.shape) == 1:
+            return layout.iota(0) * 0 + row
+        return layout.iota(0) + row
+
+    def broadcast(self, by_row: jax.Array) -> jax.Array:
+        if self.lines:
+            return lax.broadcast_in_dim(by_row, self.layout.shape, ())
+        return self.layout.broadcast(by_row)
+
+    def load_scalars(self, ref: Any, row: Any) -> jax.Array:
+        if self.lines:
+            element: jax.Array = ref[row]
+            return element
+        return self.layout.load_scalars(ref, row)
+
+    def store_scalars(self, ref: Any, row: Any, by_row: jax.Array) -> None:
+        if not self.lines:
+            self.layout.store_scalars(ref, row, by_row)
+            return
+
+        @pl.when(self.warpgroup == 0)
+        def store_them() -> None:
+            ThreadLayout(WARPS, 1).store_scalars(ref, row, by_row)
+
+    def store(self, ref: Any, row: Any, column: Any, fragment: jax.Array) -> None:
+        if self.lines:
+            self.layout.store_flat(ref.at[row], column + self.offset, fragment)
+        else:
+            self.layout.store(ref, row, column, fragment)
+
+    def all_reduce(
+        self, stage: Stage, elements: Sequence[tuple[Values, jax.Array | None]], exchange: Any
+    ) -> Statistics:
+        """Returns the statistics of each row."""
+        of_rows = stage.reduce(stage.of(elements), self.layout)
+        if not self.lines:
+            return of_rows
+        buffer = self.block.plan.partials(self.block.program)
+        partials = self.partials.at[lax.rem(exchange, BUFFERS)]
+        buffer.arrive(of_rows, self.warpgroup, partials, self.arrived.at[0])
+        return buffer.wait(stage, partials, self.arrived.at[0])
