@@ -70,7 +70,7 @@ def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
     costs = program.costs(again=False)
     elements = rows * plan.accesses * WARP * s.warps * s.vector
     sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
-    held = s.rows + shared.words + len(row_inputs(program)) - 1 + sums
+    held = s.rows + shared.words + len(row_inputs(program)) - 1 + sums + 1.25 * (sums > 0)
     registers = _RESIDENT_REGISTERS + held * plan.accesses * s.vector
     step = Phase(
         mufu_ops=costs[1] * elements,

@@ -293,8 +293,8 @@ def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
                 (plan(s).width <= program.columns) & (plan(s).group <= p.rows)
             ),
             "several rows a thread only if each warp has rows of its own": lambda s: (s.rows == 1) | (s.warps == 1),
-            "a thread has at most 128 elements, and a block 64 accesses to an array": lambda s: (
-                (plan(s).elements * _weight(program) <= 160) & (s.rows * plan(s).accesses <= 32)
+            "a thread has a few hundred elements in registers at most, and 32 accesses to an array": lambda s: (
+                (plan(s).elements * _weight(program) <= 224) & (s.rows * plan(s).accesses <= 32)
             ),
             "a thread of several warps has 8 elements at least: less work does not pay for an all-reduce": lambda s: (
                 (s.warps == 1) | (plan(s).elements >= 8)
