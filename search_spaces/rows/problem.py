@@ -142,7 +142,13 @@ class RowProblem(Problem):
         return checking.kinds_of([s.dtype for s in self.operands() if jnp.issubdtype(s.dtype, jnp.floating)])
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        return checking.with_special_values(self.inputs(seed), kind, integers=False)
+        """Returns operands with special values in rows and shared vectors: numbers per row are statistics or columns."""
+        plain = self.inputs(seed)
+        special = checking.with_special_values(plain, kind, integers=False)
+        kinds = [x.kind for x in self.arrays[0]]
+        return tuple(
+            x if kind == "scalar" else y for x, y, kind in zip(plain, special, kinds, strict=True)
+        )
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return tuple(
