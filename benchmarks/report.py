@@ -25,9 +25,7 @@ from problems import FUSED, MATMULS
 
 from scheduler.core import hardware
 from search_spaces import Operation
-from search_spaces.rms_norm import RMS_NORM
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX
+from search_spaces.rows.formulas import RMS_NORM, SILU_AND_MUL, SOFTMAX
 
 Rows = Sequence[dict[str, Any]]
 

@@ -17,10 +17,8 @@ from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
 from search_spaces.operation import Operation
-from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM
+from search_spaces.rows.formulas import ADD_RMS_NORM, EPS, RMS_NORM, SILU_AND_MUL, SOFTMAX, SOFTMAX_WITH_LSE
 from search_spaces.scaled_matmul import SCALED_MATMUL
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 
 # ------------------------------------------------------------------------------
 # The arguments that all public functions share. `tuned_matmul` documents them.
