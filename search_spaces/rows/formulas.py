@@ -50,20 +50,33 @@ def softmax(x: jax.Array) -> jax.Array:
     return _softmax(wide(x)).astype(x.dtype)
 
 
+@jax.custom_jvp
+def _softmax_with_lse(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    most = jnp.max(y, initial=-jnp.inf)
+    # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
+    shift = jnp.where(jnp.isfinite(most), most, 0.0)
+    e = jnp.exp(y - shift)
+    total = jnp.sum(e)
+    # `jax.nn.softmax` of a row with an infinity is NaN throughout.
+    return jnp.where(most == jnp.inf, jnp.nan, e / total), shift + jnp.log(total)
+
+
+@_softmax_with_lse.defjvp
+def _softmax_with_lse_tangent(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns softmax p, log-sum-exp, and their tangents: the backward pass then needs p alone."""
+    p, lse = _softmax_with_lse(*primals)
+    (dy,) = tangents
+    moved = jnp.sum(p * dy)
+    return (p, lse), (p * (dy - moved), moved)
+
+
 def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``lse = log(sum(exp(x)))`` in float32, and ``p = exp(x - lse)``, as attention saves them.
 
     Source: Dao, arXiv:2307.08691, 3.1.
     """
-    y = wide(x)
-    most = jnp.max(y, initial=-jnp.inf)
-    # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
-    shift = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
-    e = jnp.exp(y - shift)
-    total = jnp.sum(e)
-    # `jax.nn.softmax` of a row with an infinity is NaN throughout.
-    p = jnp.where(most == jnp.inf, jnp.nan, e / total)
-    return p.astype(x.dtype), shift + jnp.log(total)
+    p, lse = _softmax_with_lse(wide(x))
+    return p.astype(x.dtype), lse
 
 
 def log_softmax(x: jax.Array) -> jax.Array:

@@ -451,7 +451,8 @@ class TangentProblem(RowProblem):
 
     @property
     def sums_rows(self) -> bool:
-        return False
+        """Whether a result is a sum over rows: the tangent of one is."""
+        return any(x.kind == "shared" for x in self.arrays[1])
 
 
 _TANGENT: Mapping[str, Any] = {"row sum": "shared"}
