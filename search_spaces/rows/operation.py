@@ -293,7 +293,7 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
         (x.shape[len(leading) :] if kind in ("row", "scalar") else x.shape, str(x.dtype))
         for x, kind in zip(arrays, kinds, strict=True)
     )
-    origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.jax_enable_x64))
+    origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.read("jax_enable_x64")))
     found = _traced(origin)
     if isinstance(found, str):
         return Unsupported(found, answer)
