@@ -77,6 +77,21 @@ class RowProblem(Problem):
     def reference(self, *args: jax.Array, **params: Any) -> Any:
         return self.pack(evaluate(self.program_of(**params), *args, rounded=False))
 
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Returns standard normal operands, but for elements per row: labels are columns, other numbers at least 1/2.
+
+        A backward pass may divide by saved sums of exponentials, and results for labels that are no column are NaN.
+        Saved numbers need not follow from the rows: the backward pass is a function of both.
+        """
+        drawn = zip(super().inputs(seed), self.arrays[0], strict=True)
+        return tuple(
+            checking.run_program(_per_row, x, columns=self.columns_of_program) if of.kind == "scalar" else x
+            for x, of in drawn
+        )
+
+    def special(self) -> tuple[str, ...]:
+        return checking.kinds_of([s.dtype for s in self.operands()])
+
     @property
     def columns_of_program(self) -> int:
         """Elements of a vector of the program."""
@@ -149,6 +164,11 @@ class RowProblem(Problem):
             each if jnp.issubdtype(s.dtype, jnp.floating) else Tolerance(absolute=1.0, relative=0.0)
             for each, s in zip(super().special_tolerance(kind), self.results(), strict=True)
         )
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def _per_row(x: jax.Array, *, columns: int) -> jax.Array:
+    return x % columns if jnp.issubdtype(x.dtype, jnp.integer) else (jnp.abs(x) + 0.5).astype(x.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
