@@ -44,7 +44,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Measurement, Record
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import start_runner
-from scheduler.measure.runner import InProcess, Runner, Task
+from scheduler.measure.runner import InProcess, Task
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import Operation

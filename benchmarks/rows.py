@@ -247,9 +247,7 @@ def measured(
 
     def conditions_of(case: tuple[jobs.Task, Record]) -> dict[str, Any]:
         task, record = case
-        return conditions(
-            task.operation, task.problem, candidates(task, record, fresh, skipped), fresh, options.rounds
-        )
+        return conditions(task.operation, task.problem, candidates(task, record, fresh, skipped), fresh, options.rounds)
 
     return time_all(
         cases,
@@ -274,7 +272,12 @@ def row(task: jobs.Task, record: Record, fresh: Any, rounds: int, skipped: froze
     outcome = time_in_rounds(
         fresh,
         {
-            name: Task(*((AS_WRITTEN, written) if name in rivals else (operation, problem)), one.backend, one.schedule, REPETITIONS)
+            name: Task(
+                *((AS_WRITTEN, written) if name in rivals else (operation, problem)),
+                one.backend,
+                one.schedule,
+                REPETITIONS,
+            )
             for name, one in entries.items()
         },
         rounds,
@@ -350,7 +353,11 @@ def merged(
         of, named = row["conditions"], row["conditions"]["candidates"]
         same = (of["device"], of["jax"]) == (fresh.hardware.id, fresh.environment.jax)
         ours = [named[name] for name in ("library", "pallas", "final") if name in named]
-        return same and "library" in named and all(versions.get((row["operation"], one["backend"])) == one["version"] for one in ours)
+        return (
+            same
+            and "library" in named
+            and all(versions.get((row["operation"], one["backend"])) == one["version"] for one in ours)
+        )
 
     by_key = {_key(row): row for row in [*filter(holds, earlier), *rows]}
     order = [(task.operation.name, task.problem) for task in every]
@@ -377,9 +384,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
     "of best" is its share of the best rate that any program of the run reached on as much, the copy included.
 
     Figures of the floor, of torch, and of backward passes are of the answer; lower is better where "of floor". Both
-    passes of the cross-entropy count as one problem, by the sums of their times and floors. `backward_vs_xla` is against
-    ``jax.vjp`` of what is written, from inputs; `backward_vs_library` is against XLA's program that reads what our
-    forward pass saves.
+    passes of the cross-entropy count as one problem, by the sums of their times and floors. `backward_vs_xla` is
+    against ``jax.vjp`` of what is written, from inputs; `backward_vs_library` is against XLA's program that reads what
+    our forward pass saves.
     """
     large = [
         row
