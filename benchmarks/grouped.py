@@ -26,23 +26,25 @@ from pathlib import Path
 from typing import Any
 
 import grouped_moe
+import grouped_torch
 import numpy as np
 import suite
 from grouped_points import REHEARSED, Point, points
 from grouped_rivals import FORWARD_AND_RIVALS, GATED_AND_RIVALS, RIVALS, WEIGHTS_AND_RIVALS
-from grouped_torch import LAYOUTS, MEMORY_BYTES, TORCH, TorchProcess, available
+from grouped_torch import LAYOUTS, MEMORY_BYTES
 from harness import Kept
-from independent import REPETITIONS, Candidate, FreshProcesses, conditions, time_in_rounds, times_of
+from independent import REPETITIONS, Candidate, FreshProcesses, WithTorch, conditions, time_in_rounds, times_of
 from rich.console import Console
 from rich.table import Table
 from suite import cell, conclude, found, search, time_all
+from torch_process import TORCH, TorchProcess, available
 
 from scheduler.core.arguments import named_backends
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Failure, Measurement, Outcome, Record
+from scheduler.core.records import Measurement, Record
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import start_runner
-from scheduler.measure.runner import InProcess, Runner, Task
+from scheduler.measure.runner import InProcess, Task
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import Operation
@@ -144,29 +146,12 @@ def _has_dense(point: Point, skipped: frozenset[str]) -> bool:
 # The runner of the comparison: fresh processes, and torch.
 
 
-class WithTorch:
-    """A runner that leaves candidates of the backend "torch" to a process of torch, and others to `fresh`."""
-
-    def __init__(self, fresh: Runner, python: str) -> None:
-        self._fresh, self._torch = fresh, TorchProcess(python)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fresh, name)
-
-    def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        if task.backend != TORCH:
-            return self._fresh.measure(task, again=again)
-        p: Any = task.problem
-        (boundaries,) = p.draws()
-        shape = {"rows": p.rows, "k": p.k, "n": p.n, "groups": p.groups, "sizes": np.diff(boundaries).tolist()}
-        samples = self._torch.seconds(shape | dict(task.schedule) | {"repetitions": task.repetitions})
-        if isinstance(samples, str):
-            return Failure("time", samples)
-        return Measurement(statistics.median(samples), tuple(samples), "cupti", "cold")
-
-    def close(self) -> None:
-        self._torch.close()
-        self._fresh.close()
+def _request(task: Task) -> dict[str, Any]:
+    """Returns what torch is asked for a task."""
+    p: Any = task.problem
+    (boundaries,) = p.draws()
+    shape = {"rows": p.rows, "k": p.k, "n": p.n, "groups": p.groups, "sizes": np.diff(boundaries).tolist()}
+    return shape | dict(task.schedule)
 
 
 def _fresh(skipped: frozenset[str], python: str) -> Any:
@@ -174,9 +159,10 @@ def _fresh(skipped: frozenset[str], python: str) -> Any:
     gpu = Gpu.wanted()
     if gpu is None:
         return InProcess()
-    if TORCH in skipped or not available(python):
+    if TORCH in skipped or not available(python, "_grouped_mm"):
         return FreshProcesses(gpu, 1)
-    return WithTorch(FreshProcesses(dataclasses.replace(gpu, free_bytes=gpu.free_bytes - MEMORY_BYTES), 1), python)
+    fresh = FreshProcesses(dataclasses.replace(gpu, free_bytes=gpu.free_bytes - MEMORY_BYTES), 1)
+    return WithTorch(fresh, TorchProcess(python, Path(grouped_torch.__file__)), _request)
 
 
 # ------------------------------------------------------------------------------

@@ -1,67 +1,18 @@
-"""`torch._grouped_mm` as a rival, in a process of its own: it is timed in turns with the candidates of a runner.
-
-As a program it reads one request to a line, and writes the kernel time in seconds of each repetition, or an error.
-"""
+"""The program that times `torch._grouped_mm` as a rival (`torch_process`)."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
+
+from torch_process import kernel_seconds, serve
 
 # Device memory that is left to this process.
 MEMORY_BYTES = 8 * 2**30
 # Matrices as the product takes them, or each transposed: the kernel has a faster layout.
 LAYOUTS = ("n", "k")
-TORCH = "torch"
-
-
-class TorchProcess:
-    """A process that times `torch._grouped_mm`; operands of the last shape are kept.
-
-    Args:
-      python: an interpreter that has torch.
-    """
-
-    def __init__(self, python: str) -> None:
-        command = [python, __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def seconds(self, request: Mapping[str, Any]) -> list[float] | str:
-        """Returns the kernel time of each repetition, or why there is none."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            return "the process of torch has ended"
-        answer: list[float] | str = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        self._process.kill()
-        # Closes its pipes and waits; a request may not have reached a process that has ended.
-        with contextlib.suppress(BrokenPipeError), self._process:
-            pass
-
-
-def available(python: str) -> bool:
-    """Returns whether torch is installed and finds a GPU, without keeping a context on it."""
-    code = "import torch, sys; sys.exit(not (torch.cuda.is_available() and hasattr(torch, '_grouped_mm')))"
-    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
-
-
-# ------------------------------------------------------------------------------
-# The program.
 
 
 @dataclasses.dataclass
@@ -104,53 +55,27 @@ def _check(torch: Any, operands: Operands) -> None:
         raise ArithmeticError("torch._grouped_mm is wrong")
 
 
-def _kernel_seconds(torch: Any, operands: Operands, repetitions: int) -> list[float]:
+held: dict[str, Operands] = {}  # by layout, all of one shape
+
+
+def _seconds(torch: Any, request: dict[str, Any]) -> list[float]:
+    repetitions, layout = request.pop("repetitions"), request["layout"]
+    if any({**operands.request, "layout": ""} != {**request, "layout": ""} for operands in held.values()):
+        held.clear()
+        torch.cuda.empty_cache()
+    if layout not in held:
+        drawn = _drawn(torch, request)
+        _check(torch, drawn)
+        held[layout] = drawn
+    operands = held[layout]
+
     def call() -> None:
         lhs, rhs = operands.sets[operands.calls % len(operands.sets)]
         operands.calls += 1
         torch._grouped_mm(lhs, rhs, offs=operands.ends)
 
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(repetitions):
-            call()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    kernels = sorted(
-        (event.time_range.start, event.time_range.elapsed_us())
-        for event in profiler.events()
-        if event.device_type == cuda
-    )
-    if not kernels or len(kernels) % repetitions:
-        raise RuntimeError(f"{len(kernels)} kernels in {repetitions} calls")
-    each = len(kernels) // repetitions
-    return [sum(us for _, us in kernels[i * each : (i + 1) * each]) * 1e-6 for i in range(repetitions)]
-
-
-def main() -> None:
-    import torch
-
-    held: dict[str, Operands] = {}  # by layout
-    shape: dict[str, Any] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        repetitions, layout = request.pop("repetitions"), request["layout"]
-        answer: list[float] | str
-        try:
-            if (wanted := {**request, "layout": ""}) != shape:
-                held, shape = {}, wanted
-                torch.cuda.empty_cache()
-            if layout not in held:
-                drawn = _drawn(torch, request)
-                _check(torch, drawn)
-                held[layout] = drawn
-            answer = _kernel_seconds(torch, held[layout], repetitions)
-        except (RuntimeError, ArithmeticError) as error:
-            answer = str(error).splitlines()[0]
-        print(json.dumps(answer), flush=True)
+    return kernel_seconds(torch, call, repetitions)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_seconds)

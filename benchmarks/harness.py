@@ -124,8 +124,7 @@ def write_result(
     Returns:
       The file.
     """
-    kind = re.sub(r"[^a-z0-9]+", "-", hardware.kind.lower()).strip("-")
-    path = directory / f"{name}-{kind}{'.dirty' if environment['dirty'] else ''}.json"
+    path = result_file(name, hardware, environment["dirty"], directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "command": _command(),
@@ -136,6 +135,12 @@ def write_result(
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {_within(path)}" + (" (the tree has changes: not a result to keep)" * environment["dirty"]))
     return path
+
+
+def result_file(name: str, hardware: Hardware, dirty: bool, directory: Path = RESULTS) -> Path:
+    """Returns where `write_result` writes."""
+    kind = re.sub(r"[^a-z0-9]+", "-", hardware.kind.lower()).strip("-")
+    return directory / f"{name}-{kind}{'.dirty' if dirty else ''}.json"
 
 
 def _command() -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from harness import told
+from torch_process import TORCH, TorchProcess
 
 from scheduler.core.interrupts import Threads
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
@@ -94,6 +96,32 @@ class FreshProcesses:
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
+
+
+class WithTorch:
+    """A runner that leaves candidates of the backend "torch" to a process of torch, and others to `fresh`.
+
+    Args:
+      request: what `torch` is asked for a task, besides its repetitions.
+    """
+
+    def __init__(self, fresh: Runner, torch: TorchProcess, request: Callable[[Task], Mapping[str, Any]]) -> None:
+        self._fresh, self._torch, self._request = fresh, torch, request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fresh, name)
+
+    def measure(self, task: Task, *, again: bool = False) -> Outcome:
+        if task.backend != TORCH:
+            return self._fresh.measure(task, again=again)
+        samples = self._torch.seconds({**self._request(task), "repetitions": task.repetitions})
+        if isinstance(samples, str):
+            return Failure("time", samples)
+        return Measurement(statistics.median(samples), tuple(samples), "cupti", "cold")
+
+    def close(self) -> None:
+        self._torch.close()
+        self._fresh.close()
 
 
 def start_fresh() -> Runner:

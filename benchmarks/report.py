@@ -24,10 +24,7 @@ from jax_hopper import RIVALS
 from problems import FUSED, MATMULS
 
 from scheduler.core import hardware
-from search_spaces import Operation
-from search_spaces.rms_norm import RMS_NORM
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX
+from search_spaces import Operation, load
 
 Rows = Sequence[dict[str, Any]]
 
@@ -62,7 +59,7 @@ BENCHMARKS = {
     "rows": Benchmark(
         lambda chip: [(task.operation.name, told(task.problem)) for task in rows.tasks(chip, None)],
         rows.summary,
-        [SOFTMAX, RMS_NORM, SILU_AND_MUL],
+        [load(name) for name in rows.FORWARD],
     ),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness import RESULTS, ROOT, told
 from markdown_page import in_place, line, number, percent, spread, table, text
+from rows import FORWARD, of_floor
 
 from scheduler.core import codec
 from search_spaces import load
@@ -41,7 +42,8 @@ def with_headline(document: str, results: Mapping[str, Result]) -> str:
 
 def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
     s, fused = (results[f"{name}-nvidia-h200"]["summary"] for name in ("matmul", "fused"))
-    rows = [row["final_vs_xla"] for row in results["rows-nvidia-h200"]["rows"]]
+    forward = results["rows-nvidia-h200"]["rows"]
+    rows = [row["final_vs_xla"] for row in forward if row["operation"] in FORWARD]
     attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
     yield from table("on an H200, the other's time over ours", "geomean", "worst", left=1)
     for title, summary, name in (
@@ -146,7 +148,9 @@ def _fused(result: Result) -> Iterator[str]:
 def _rows(result: Result) -> Iterator[str]:
     yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", "rows-nvidia-h200", result)
     yield from text("XLA computes the formula in float32. TB/s count each operand and each result once.")
-    yield from _table_of_rows(result["rows"])
+    yield from _table_of_rows([row for row in result["rows"] if row["operation"] in FORWARD])
+    others = [row for row in result["rows"] if row["operation"] not in FORWARD]
+    yield from _table_of_others(others, result["summary"]["copy_tb_per_s"]) if others else ()
     yield from ("", "### Rows that start anywhere, and float32 weights", "")
     yield from text(
         "From the final comparisons in `records/`. XLA is the faster of its two programs: the formula in float32, and "
@@ -162,6 +166,19 @@ def _table_of_rows(rows: Sequence[Row]) -> Iterator[str]:
             times = (number(row[f"{name}_us"], 1) for name in ("xla", "pallas"))
             rates = (number(row["pallas_tb_per_s"], 2), number(row["pallas_vs_xla"], 3))
             yield line(operation, row["problem"], *times, *rates)
+
+
+def _table_of_others(rows: Sequence[Row], rate: float) -> Iterator[str]:
+    yield from ("", "### Backward passes, losses and quantization", "")
+    yield from text(
+        f"*Floor*: each operand and result once, at the {number(rate, 2)} TB/s of the best copy. *XLA*: of a backward "
+        "pass, `jax.vjp` from inputs and cotangents. *torch*: eager or compiled, the faster."
+    )
+    yield from table("operation", "problem", "XLA", "torch", "answer", "answer / floor", "torch / answer", left=2)
+    for row in rows:
+        times = (number(row[f"{name}_us"], 1) for name in ("xla", "torch", "final"))
+        ratios = (number(of_floor([row], rate), 2), number(row["final_vs_torch"], 3))
+        yield line(row["operation"], row["problem"].removesuffix(" dtype=bfloat16"), *times, *ratios)
 
 
 def _unaligned() -> Iterator[Row]:

@@ -31,7 +31,7 @@ def options(description: str | None, name: str, *, budget: int | None, rounds: i
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
     )
-    parser.add_argument("--budget", type=int, default=budget, help="trials of each search")
+    parser.add_argument("--budget", "--trials", type=int, default=budget, help="trials of each search")
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"turns of {REPETITIONS} repetitions in the comparison"
     )

@@ -35,15 +35,22 @@ if TYPE_CHECKING:
     from scheduler.functions.tune_function import tune_function
     from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
+    from scheduler.row_calls import (
+        rows,
+        tuned_cross_entropy,
+        tuned_layer_norm,
+        tuned_log_softmax,
+        tuned_quantize_rows,
+        tuned_rms_norm,
+        tuned_silu_and_mul,
+        tuned_softmax,
+    )
     from scheduler.store.store import Store
     from scheduler.tuned_calls import (
         tuned_flash_attention,
         tuned_gated_matmul,
         tuned_matmul,
-        tuned_rms_norm,
         tuned_scaled_matmul,
-        tuned_silu_and_mul,
-        tuned_softmax,
     )
 
 __all__ = [
@@ -65,14 +72,19 @@ __all__ = [
     "problems",
     "reload",
     "rewrite",
+    "rows",
     "target",
     "tune",
     "tune_function",
     "tuned",
+    "tuned_cross_entropy",
     "tuned_flash_attention",
     "tuned_gated_matmul",
     "tuned_gated_ragged_dot",
+    "tuned_layer_norm",
+    "tuned_log_softmax",
     "tuned_matmul",
+    "tuned_quantize_rows",
     "tuned_ragged_dot",
     "tuned_rms_norm",
     "tuned_scaled_matmul",
@@ -96,6 +108,8 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
 _HOMES |= dict.fromkeys(("tuned_gated_ragged_dot", "tuned_ragged_dot"), "scheduler.grouped_calls")
+_ROWS = ("cross_entropy", "layer_norm", "log_softmax", "quantize_rows", "rms_norm", "silu_and_mul", "softmax")
+_HOMES |= dict.fromkeys(("rows", *(f"tuned_{name}" for name in _ROWS)), "scheduler.row_calls")
 
 
 def _renderer() -> rendering.Renderer:

@@ -1,4 +1,4 @@
-"""The public functions of operations, `tuned_matmul` to `tuned_silu_and_mul`, and the arguments that they share."""
+"""The public functions of products and attention, and the arguments that all public functions share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from search_spaces.gated_matmul import GATED_MATMUL
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.epilogue import Activation
 from search_spaces.operation import Operation
-from search_spaces.rms_norm import ADD_RMS_NORM, EPS, RMS_NORM
 from search_spaces.scaled_matmul import SCALED_MATMUL
-from search_spaces.silu_and_mul import SILU_AND_MUL
-from search_spaces.softmax import SOFTMAX, SOFTMAX_WITH_LSE
 
 # ------------------------------------------------------------------------------
 # The arguments that all public functions share. `tuned_matmul` documents them.
@@ -36,7 +33,7 @@ class Selection(TypedDict, total=False):
     schedule: Any
 
 
-_SHARED = tuple(
+SHARED = tuple(
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
     for name, kind in Selection.__annotations__.items()
 )
@@ -48,7 +45,7 @@ def public(operation: Operation[Any]) -> Callable[[F], F]:
     def mark(function: F) -> F:
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
-        function.__signature__ = signature.replace(parameters=[*own, *_SHARED])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*own, *SHARED])  # type: ignore[attr-defined]
         function.operation = operation  # type: ignore[attr-defined]
         return function
 
@@ -351,120 +348,3 @@ _ATTENTION_CALLED = calls.Signature(
     ("causal", "scale", "window", "softcap", "return_lse", "deterministic"),
     last=("q_lengths", "kv_lengths"),
 )
-
-
-@overload
-def tuned_rms_norm(
-    x: Any, weight: Any, *, eps: float = EPS, residual: None = None, **selection: Unpack[Selection]
-) -> jax.Array: ...
-@overload
-def tuned_rms_norm(
-    x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
-) -> tuple[jax.Array, jax.Array]: ...
-@public(RMS_NORM)
-def tuned_rms_norm(
-    x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes ``x / sqrt(mean(x^2) + eps) * weight`` along the last axis with the best known schedule.
-
-    The computation is in float32 and the result is rounded once. With a residual, the function normalizes
-    ``total = x + residual`` and also returns `total`, as vLLM's ``fused_add_rms_norm`` does. The sum is rounded to the
-    dtype of `x` before it is normalized; XLA may skip that rounding if it fuses both steps.
-
-    Works wherever `tuned_matmul` works. Derivatives in all operands are computed by XLA. The call falls back to XLA for
-    a weight of a dtype other than float32 or that of `x`, for a residual of a dtype other than that of `x`, for arrays
-    of a dtype other than float32, bfloat16 or float16, and for empty arrays.
-
-    Args:
-      x: ``[..., columns]``.
-      weight: ``[columns]``, of the dtype of `x` or float32.
-      eps: a number, not an array; keeps rows of zeros finite.
-      residual: of the shape and dtype of `x`. This is a separate operation, "add_rms_norm", which is tuned separately.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array of the shape and dtype of `x`. With a residual, a pair of that array and the sum, of the same shape and
-      dtype.
-
-    Raises:
-      ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
-    """
-    call_options = (*selected(tuned_rms_norm, selection), calls.number("eps", eps))
-    if residual is None:
-        return calls.answer(_RMS_NORM, call_options, x, weight)
-    return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
-
-
-_RMS_NORM, _ADD_RMS_NORM = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(ADD_RMS_NORM, ("eps",))
-
-
-@overload
-def tuned_softmax(
-    x: Any, axis: int = -1, *, return_lse: Literal[False] = False, **selection: Unpack[Selection]
-) -> jax.Array: ...
-@overload
-def tuned_softmax(
-    x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
-) -> tuple[jax.Array, jax.Array]: ...
-@public(SOFTMAX)
-def tuned_softmax(
-    x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
-    float32 first, so that unsigned integers do not wrap.
-
-    Works wherever `tuned_matmul` works. Derivatives are computed by XLA. The call falls back to XLA (`jax.nn.softmax`)
-    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
-    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
-
-    Args:
-      x: ``[..., columns]``.
-      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
-      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
-        "softmax_with_lse", which is tuned separately and always computes in float32.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
-      of `x` without `axis`.
-
-    Raises:
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
-    """
-    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (*selected(tuned_softmax, selection), calls.axes(axis)), x)
-
-
-@public(SILU_AND_MUL)
-def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
-    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
-
-    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
-    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
-    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
-
-    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
-    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
-
-    Args:
-      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array ``[..., d]`` of the dtype of `x`.
-
-    Raises:
-      ValueError: the length of the last axis is not even.
-      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
-      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
-    """
-    return calls.answer(_SILU_AND_MUL, selected(tuned_silu_and_mul, selection), x)
-
-
-_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
-_SILU_AND_MUL = calls.Signature(SILU_AND_MUL)

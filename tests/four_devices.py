@@ -16,7 +16,7 @@ from test_vjp import TWIST, TwistProblem
 
 import scheduler
 from scheduler import tuned, tuned_flash_attention, tuned_matmul, tuned_softmax
-from search_spaces.softmax import SOFTMAX
+from search_spaces.rows.formulas import SOFTMAX
 
 X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)

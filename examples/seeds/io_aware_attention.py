@@ -32,7 +32,7 @@ from scheduler.store import store
 from search_spaces import Operation, Problem
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -26,8 +26,8 @@ from scheduler.measure import timer
 from scheduler.model.constants import model_of
 from scheduler.model.traffic import block_count
 from search_spaces import Columns
+from search_spaces.rows.formulas import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.rowwise.hopper import SiluSchedule
-from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

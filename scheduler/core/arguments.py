@@ -187,22 +187,43 @@ def _has(operation: Operation[Any], name: str) -> bool:
 
 
 def backends_of_another(
-    other: Operation[Any], operation: Operation[Any], allowed: frozenset[str] | None
+    other: Operation[Any],
+    operation: Operation[Any],
+    allowed: frozenset[str] | None,
+    excluded: frozenset[str] | None = None,
 ) -> frozenset[str] | None:
     """Returns the backends of `other` that a rule of `operation` may call if the caller allows `allowed` of it.
 
     The library of `other` is included if `allowed` includes that of `operation`. It is the only one if `allowed`
     contains only the library, or if `other` has no other backend. Kernels of `other` are included unless `operation`
     has a backend of the same name that `allowed` excludes.
+
+    Args:
+      excluded: what the caller of an `operation` without kernels excludes, in place of what `allowed` excludes.
     """
     if allowed is None:
         return None
-    if allowed == {operation.library.backend} or other.backends == (other.library.backend,):
+    only_library = excluded is None and allowed == {operation.library.backend}
+    if only_library or other.backends == (other.library.backend,):
         return frozenset({other.library.backend})
-    left_out = set(operation.backends) - allowed
+    left_out = set(operation.backends) - allowed if excluded is None else excluded
     kernels = {kernel.backend for kernel in other.kernels if not kernel.library} - left_out
-    libraries = {other.library.backend} if operation.library.backend in allowed else set()
+    libraries = set() if operation.library.backend in left_out else {other.library.backend}
     return frozenset(kernels | libraries)
+
+
+def excluded_backends(
+    other: Operation[Any], operation: Operation[Any], allowed: frozenset[str] | None, excluded: frozenset[str] | None
+) -> frozenset[str] | None:
+    """Returns the backends that the rules of `other`, an operation without kernels, may not call; None if it has some.
+
+    The tangent of an operation is one without kernels. Its transpose, the gradient, may have kernels.
+    """
+    if allowed is None or other.backends != (other.library.backend,):
+        return None
+    if excluded is not None or allowed == {operation.library.backend}:
+        return excluded
+    return frozenset(operation.backends) - allowed
 
 
 def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:

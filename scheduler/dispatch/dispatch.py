@@ -68,6 +68,7 @@ class Options:
       generation: incremented when decisions are dropped, so that JAX traces and lowers again.
       sure: minimum probability of a gain for the model to select a kernel; None means the model's default.
       divided: whether the call is one device's shard, lowered while XLA compiles. Nothing can be measured then.
+      excluded: the backends that the rules of an operation without kernels may not call; None follows `backends`.
     """
 
     on_miss: OnMiss = "model"
@@ -78,6 +79,7 @@ class Options:
     generation: int = 0
     sure: float | None = None
     divided: bool = False
+    excluded: frozenset[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

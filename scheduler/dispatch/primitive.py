@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from scheduler.core.arguments import backends_of_another
+from scheduler.core.arguments import backends_of_another, excluded_backends
 from scheduler.dispatch import dispatch, sharded
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.query_recorder import RecordingOptions
@@ -293,8 +293,9 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
     def call(*args: Any, **others_params: Any) -> Any:
         if isinstance(args[0], Operation):
             other, called_problem, *arrays = args
-            allowed = backends_of_another(other, operation, options.backends)
-            own = dataclasses.replace(options, schedule=None, backends=allowed)
+            limits = other, operation, options.backends, options.excluded
+            allowed, excluded = backends_of_another(*limits), excluded_backends(*limits)
+            own = dataclasses.replace(options, schedule=None, backends=allowed, excluded=excluded)
             return tuned_call(other, called_problem, *arrays, params=tuple(others_params.items()), options=own)
         called_problem, *arrays = args
         own = options if called_problem == problem else dataclasses.replace(options, schedule=None)

@@ -19,8 +19,8 @@ from search_spaces.gated_matmul.problem import DTYPES, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.rows.formulas import SILU_AND_MUL, SILU_AND_MUL_JVP, SiluAndMulJvpProblem, SiluAndMulProblem
 from search_spaces.sharding import Sharding
-from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_JVP, SiluAndMulJvpProblem, SiluAndMulProblem
 
 # ------------------------------------------------------------------------------
 # The user-facing gated matmul call: leading axes become m; unsupported calls go to XLA.

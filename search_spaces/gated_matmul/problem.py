@@ -18,7 +18,7 @@ from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Problem, TakeRows, Tolerance, scaled
 from search_spaces.recognise import Node, Recognised, Value, as_of, between, rounded, rows_of, same, strip
-from search_spaces.silu_and_mul import gate_and_up, half
+from search_spaces.rows.recognise import gate_and_up, half
 
 DTYPES = ("bfloat16", "float16")
 

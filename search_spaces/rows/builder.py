@@ -31,7 +31,7 @@ class NoProgram(Exception):
     """A function of a row that no kernel computes; the message has the reason."""
 
 
-LEAST_COLUMNS = 16  # shorter vectors are no rows
+LEAST_COLUMNS = 16  # shorter vectors are rows, or halves of rows, but no other parts of them
 MOST_PARTS = 16
 _BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_nonzero"})
 
@@ -382,7 +382,8 @@ def _columns(nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], kind
         elif node.name == "reshape" and node.inputs[0].shape and node.results[0].shape:
             lengths += [node.results[0].shape[-1]] if node.results[0].shape[-1] > 1 else []
     columns = math.gcd(*lengths)
-    if columns < LEAST_COLUMNS or max(lengths) > MOST_PARTS * columns:
+    parts = max(lengths) // columns
+    if parts > MOST_PARTS or (parts > 2 and columns < LEAST_COLUMNS):
         raise NoProgram(f"divides a row of {max(lengths)} elements into vectors of {columns}")
     return columns
 

@@ -118,7 +118,9 @@ def one_row(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeSt
     def function(*arrays: jax.Array) -> list[jax.Array]:
         by_row = [x[None] if kind in ("row", "scalar") else x for x, kind in zip(arrays, kinds, strict=True)]
         # A sum over one row is its part of the sum.
-        return [x if r.kind == "row sum" else x[0] for x, r in zip(evaluate(program, *by_row), program.results, strict=True)]
+        return [
+            x if r.kind == "row sum" else x[0] for x, r in zip(evaluate(program, *by_row), program.results, strict=True)
+        ]
 
     return function, shapes, list(kinds), [i for i, r in enumerate(program.results) if r.kind == "row sum"]
 

@@ -5,6 +5,7 @@ A formula computes in float32 and rounds its results. Records of named formulas 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.rows import recognise
 from search_spaces.rows.operation import bind_formula, row_operations
-from search_spaces.rows.problem import Formula, FormulaProblem, Of
+from search_spaces.rows.problem import RESULT_DTYPES, Formula, FormulaProblem, Of
 
 EPS = 1e-6
 WEIGHT = Of("shared", "weight_dtype")
@@ -49,20 +50,33 @@ def softmax(x: jax.Array) -> jax.Array:
     return _softmax(wide(x)).astype(x.dtype)
 
 
+@jax.custom_jvp
+def _softmax_with_lse(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    most = jnp.max(y, initial=-jnp.inf)
+    # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
+    shift = jnp.where(jnp.isfinite(most), most, 0.0)
+    e = jnp.exp(y - shift)
+    total = jnp.sum(e)
+    # `jax.nn.softmax` of a row with an infinity is NaN throughout.
+    return jnp.where(most == jnp.inf, jnp.nan, e / total), shift + jnp.log(total)
+
+
+@_softmax_with_lse.defjvp
+def _softmax_with_lse_tangent(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns softmax p, log-sum-exp, and their tangents: the backward pass then needs p alone."""
+    p, lse = _softmax_with_lse(*primals)
+    (dy,) = tangents
+    moved = jnp.sum(p * dy)
+    return (p, lse), (p * (dy - moved), moved)
+
+
 def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``lse = log(sum(exp(x)))`` in float32, and ``p = exp(x - lse)``, as attention saves them.
 
     Source: Dao, arXiv:2307.08691, 3.1.
     """
-    y = wide(x)
-    most = jnp.max(y, initial=-jnp.inf)
-    # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
-    shift = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
-    e = jnp.exp(y - shift)
-    total = jnp.sum(e)
-    # `jax.nn.softmax` of a row with an infinity is NaN throughout.
-    p = jnp.where(most == jnp.inf, jnp.nan, e / total)
-    return p.astype(x.dtype), shift + jnp.log(total)
+    p, lse = _softmax_with_lse(wide(x))
+    return p.astype(x.dtype), lse
 
 
 def log_softmax(x: jax.Array) -> jax.Array:
@@ -90,7 +104,7 @@ def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) 
     require_array("x", x)
     if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
         raise TypeError("x holds truth values, of which there is no softmax: use .astype")
-    if axis in (-1, jnp.ndim(x) - 1):
+    if jnp.ndim(x) and axis in (-1, jnp.ndim(x) - 1):
         return bind_formula(problem, x)
     return Unsupported(f"{axis=} is not the last one of x {jnp.shape(x)}", lambda: function(x, axis))
 
@@ -116,6 +130,22 @@ def _bind_log_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported
     return bind_along(LogSoftmaxProblem, jax.nn.log_softmax, x, axis)
 
 
+def _bind_cross_entropy(logits: Any, labels: Any) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_cross_entropy`, with the same arguments."""
+    require_array("logits", logits)
+    require_array("labels", labels)
+    if not jnp.issubdtype(dtype := jnp.result_type(labels), jnp.integer):
+        raise TypeError(f"labels are {dtype}; integers are needed")
+    if jnp.issubdtype(dtype := jnp.result_type(logits), jnp.bool_) or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"logits are {dtype}; real numbers are needed")
+    if jnp.ndim(logits) == 0 or jnp.shape(labels) != jnp.shape(logits)[:-1]:
+        raise ValueError(f"labels have shape {jnp.shape(labels)}; logits {jnp.shape(logits)} need one for each row")
+    labels = jnp.asarray(labels)
+    if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:
+        labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, jnp.shape(logits)[-1])
+    return bind_formula(CrossEntropyProblem, logits, labels.astype(jnp.int32))
+
+
 _SOFTMAX = row_operations(
     Formula("softmax", softmax, {"x": Of()}, benign=True),
     "Softmax",
@@ -130,15 +160,21 @@ _SOFTMAX_WITH_LSE = row_operations(
     front_end=_bind_softmax_with_lse,
 )
 _LOG_SOFTMAX = row_operations(
-    Formula("log_softmax", log_softmax, {"x": Of()}), "LogSoftmax", plain=jax.nn.log_softmax, front_end=_bind_log_softmax
+    Formula("log_softmax", log_softmax, {"x": Of()}),
+    "LogSoftmax",
+    plain=jax.nn.log_softmax,
+    front_end=_bind_log_softmax,
 )
 _CROSS_ENTROPY = row_operations(
-    Formula("cross_entropy", cross_entropy, {"x": Of(), "label": Of("scalar", "int32")}), "CrossEntropy"
+    Formula("cross_entropy", cross_entropy, {"logits": Of(), "labels": Of("scalar", "int32")}),
+    "CrossEntropy",
+    front_end=_bind_cross_entropy,
 )
 SOFTMAX, SOFTMAX_BACKWARD, SoftmaxProblem = _SOFTMAX.forward, _SOFTMAX.backward, _SOFTMAX.forward.problem
 SOFTMAX_WITH_LSE, SoftmaxWithLseProblem = _SOFTMAX_WITH_LSE.forward, _SOFTMAX_WITH_LSE.forward.problem
 LOG_SOFTMAX, LogSoftmaxProblem = _LOG_SOFTMAX.forward, _LOG_SOFTMAX.forward.problem
 CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD = _CROSS_ENTROPY.forward, _CROSS_ENTROPY.backward
+CrossEntropyProblem = CROSS_ENTROPY.problem
 
 
 # ------------------------------------------------------------------------------
@@ -294,9 +330,33 @@ def quantize_rows(x: jax.Array, *, result_dtype: str) -> tuple[jax.Array, jax.Ar
     return (jnp.round(q) if integers else q).astype(result_dtype), scale
 
 
-def _bind_quantize_rows(x: Any, *, result_dtype: str = "float8_e4m3fn") -> BoundCall[Any] | Unsupported:
-    """Binds a call of `scheduler.tuned_quantize_rows` of whole rows."""
-    return bind_formula(QuantizeRowsProblem, x, result_dtype=result_dtype)
+def _bind_quantize_rows(
+    x: Any, *, result_dtype: str = RESULT_DTYPES[0], block: int | None = None
+) -> BoundCall[Any] | Unsupported:
+    """Binds a call of `scheduler.tuned_quantize_rows`; blocks of a row become rows."""
+    require_array("x", x)
+    if result_dtype not in RESULT_DTYPES:
+        raise ValueError(f"dtype={result_dtype!r} is not one of {', '.join(RESULT_DTYPES)}")
+    if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.floating) or dtype.itemsize == 1:
+        raise TypeError(f"x holds {dtype}; real numbers of 16 bits or more are needed")
+    if block is None:
+        return bind_formula(QuantizeRowsProblem, x, result_dtype=result_dtype)
+    x = jnp.asarray(x)
+    if not isinstance(block, int) or block < 1 or x.ndim == 0 or x.shape[-1] % block:
+        raise ValueError(f"block={block!r} does not divide the last axis of x {x.shape}")
+    shape = x.shape
+    found = bind_formula(
+        QuantizeRowsProblem, x.reshape(*shape[:-1], shape[-1] // block, block), result_dtype=result_dtype
+    )
+
+    def restored(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return q.reshape(shape), scale
+
+    if isinstance(found, Unsupported):
+        return Unsupported(found.reason, lambda: restored(*found.answer()))
+    assert found.restore is not None
+    inner = found.restore
+    return dataclasses.replace(found, restore=lambda *results: restored(*inner(*results)))
 
 
 _QUANTIZE_ROWS = row_operations(

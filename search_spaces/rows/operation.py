@@ -185,7 +185,9 @@ def _problem(problem: type[FormulaProblem], fields: Mapping[str, Any], *arrays: 
     try:
         rows = math.prod(leading)
         shapes = [
-            jax.ShapeDtypeStruct({"row": (rows, x.shape[-1] if x.ndim else 1), "scalar": (rows,)}.get(of.kind, x.shape), x.dtype)
+            jax.ShapeDtypeStruct(
+                {"row": (rows, x.shape[-1] if x.ndim else 1), "scalar": (rows,)}.get(of.kind, x.shape), x.dtype
+            )
             for x, of in zip(arrays, operands.values(), strict=True)
         ]
         made = problem.of(*shapes, **fields)
@@ -217,16 +219,23 @@ def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
     leading = arrays[0].shape[:-1]
     kinds = [of.kind for of in formula.operands.values()]
     converted = [
-        x.astype(wide) if x.dtype.itemsize > 4 or not jnp.issubdtype(x.dtype, jnp.floating) and kind != "scalar" else x
+        x.astype(wide)
+        if x.dtype.itemsize > 4 or (not jnp.issubdtype(x.dtype, jnp.floating) and kind != "scalar")
+        else x
         for x, kind in zip(arrays, kinds, strict=True)
     ]
     narrow = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else None
     found = _over_rows(function, kinds, leading, converted)
-    results = [x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x for x in as_tuple(found)]
+    results = [
+        x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x
+        for x in as_tuple(found)
+    ]
     return tuple(results) if isinstance(found, tuple) else results[0]
 
 
-def _over_rows(function: Callable[..., Any], kinds: Sequence[str], leading: tuple[int, ...], arrays: Sequence[Any]) -> Any:
+def _over_rows(
+    function: Callable[..., Any], kinds: Sequence[str], leading: tuple[int, ...], arrays: Sequence[Any]
+) -> Any:
     mapped = function
     axes = [0 if kind in ("row", "scalar") else None for kind in kinds]
     for _ in leading:
@@ -256,19 +265,27 @@ class RowFunction:
     names: tuple[str, ...]
     scalars: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def given(self, statics: Sequence[tuple[str, Any, type]]) -> Callable[..., Any]:
+        """Returns the function of arrays alone."""
+        return functools.partial(self.function, **{name: value for name, value, _ in statics})
+
 
 def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
     """Binds a call of a function of one row.
 
     Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
-    one element per row. All rows share the others.
+    one element per row. All rows share the others. Each of `statics` is a name, a hashable value, and its type.
     """
     for name, x in zip(function.names, arrays, strict=False):
         require_array(name, x)
     leading = arrays[0].shape[:-1] if getattr(arrays[0], "ndim", 0) else ()
     kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=False)]
-    run = functools.partial(function.function, **dict(statics))
-    answer = functools.partial(_over_rows, run, kinds, leading, arrays)
+    named = tuple(statics)
+    answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False))) or weakly_typed(*arrays)
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
@@ -276,11 +293,12 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
         (x.shape[len(leading) :] if kind in ("row", "scalar") else x.shape, str(x.dtype))
         for x, kind in zip(arrays, kinds, strict=True)
     )
-    found = _traced(function, tuple(statics), shapes, tuple(kinds))
+    origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.read("jax_enable_x64")))
+    found = _traced(origin)
     if isinstance(found, str):
         return Unsupported(found, answer)
     text, segments, structure, result_shapes = found
-    program = ProgramProblem(rows=math.prod(leading) * segments, text=text, name=function.function.__name__)
+    program = ProgramProblem(rows=math.prod(leading) * segments, text=text, name=function.name)
     operands = [
         _folded(x, kind, leading) if segments == 1 else x.reshape(s.shape)
         for x, kind, s in zip(arrays, kinds, program.operands(), strict=True)
@@ -290,7 +308,7 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
         shaped = [x.reshape(*leading, *shape) for x, shape in zip(results, result_shapes, strict=True)]
         return jax.tree.unflatten(structure, shaped)
 
-    return BoundCall(program, tuple(operands), restore)
+    return BoundCall(program, tuple(operands), restore, (("origin", origin),))
 
 
 def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) -> str:
@@ -301,29 +319,61 @@ def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) ->
         return "scalar"
     if len(shape) == len(leading) + 1 and len(shape) > 1:
         if shape[:-1] != leading:
-            raise ValueError(f"{name} has shape {shape}, and {function.names[0]} the leading axes {leading}: both are rows")
+            raise ValueError(
+                f"{name} has shape {shape}, and {function.names[0]} the leading axes {leading}: both are rows"
+            )
         return "row"
     return "shared" if shape else "number"
 
 
-# The functions of the programs of this process: their custom derivatives are not in a program.
-_functions: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str]]] = {}
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The function of which a program was derived, as a parameter of the call.
+
+    Custom derivatives of a function, such as those of `jax.lax.stop_gradient`, are not in its program.
+
+    Attributes:
+      statics: static arguments as `bind_program` takes them.
+      shapes: of each array, without the axes of rows, and its dtype.
+      kinds: of each array, as in `Operand`.
+      x64: whether JAX's default types have 64 bits.
+    """
+
+    function: RowFunction
+    statics: tuple[Any, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    kinds: tuple[str, ...]
+    x64: bool
+
+    @property
+    def traceable(self) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str]]:
+        """Returns the arguments of `trace`."""
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in self.shapes]
+        return self.function.given(self.statics), arrays, list(self.kinds)
+
+    def over_rows(self, p: RowProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the function by XLA, for operands and results as in the problem of its program."""
+        run, shapes, kinds = self.traceable
+        by_row = [kind in ("row", "scalar") for kind in kinds]
+        own = [
+            x.reshape(-1, *s.shape) if each else x.reshape(s.shape)
+            for x, s, each in zip(arrays, shapes, by_row, strict=True)
+        ]
+        found = jax.tree.leaves(_over_rows(run, kinds, (p.rows,), own))
+        return tuple(x.reshape(s.shape) for x, s in zip(found, p.results(), strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced(function: RowFunction, statics: tuple[Any, ...], shapes: tuple[Any, ...], kinds: tuple[str, ...]) -> Any:
+def _traced(origin: Origin) -> Any:
     """Returns the program's text, its segments, and structure and shapes of the results; or why there is none."""
-    run = functools.partial(function.function, **dict(statics))
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+    run, arrays, kinds = origin.traceable
     results = jax.eval_shape(run, *arrays)
     try:
         program, segments = trace(run, arrays, kinds)
     except NoProgram as error:
-        return f"{function.function.__name__} {error}"
-    text = program.text()
-    _functions[text] = (run, arrays, list(kinds))
+        return f"{origin.function.name} {error}"
     leaves, structure = jax.tree.flatten(results)
-    return text, segments, structure, [x.shape for x in leaves]
+    return program.text(), segments, structure, [x.shape for x in leaves]
 
 
 # ------------------------------------------------------------------------------
@@ -332,21 +382,20 @@ def _traced(function: RowFunction, statics: tuple[Any, ...], shapes: tuple[Any, 
 
 def _derivative(p: RowProblem, params: Mapping[str, Any]) -> Derivative | None:
     """Returns the derivative of a problem's program; None if XLA differentiates it."""
+    if (origin := params.get("origin")) is not None:
+        own = _of_function(origin)
+        return own if own is not None and own.backward.columns == p.program.columns else None
     try:
-        if isinstance(p, ProgramProblem) and p.text in _functions:
-            own = _of_function(p.text)
-            if own is not None and own.backward.columns == p.program.columns:
-                return own
         return p.derivative(**params)
     except NoProgram:
         return None
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_function(text: str) -> Derivative | None:
+def _of_function(origin: Origin) -> Derivative | None:
     try:
-        with jax.enable_x64(False):
-            return differentiate(*_functions[text])
+        with jax.enable_x64(origin.x64):
+            return differentiate(*origin.traceable)
     except NoProgram:
         return None
 
@@ -401,22 +450,26 @@ def _own(call: Any, operation: Operation[Any]) -> dict[str, Any]:
 
 
 def _by_xla(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Returns results, and tangents that XLA computes from the program."""
+    """Returns results, and tangents that XLA computes from the function or from the program."""
     results = call(p, *primals)
     moving = [i for i, x in enumerate(tangents) if x is not None]
     if not moving:
         return results, None
+    origin = call.params.get("origin")
+    compute = (
+        functools.partial(p.reference, **call.params) if origin is None else functools.partial(origin.over_rows, p)
+    )
+
     def run(*some: Any) -> tuple[Any, ...]:
         args = list(primals)
         for i, x in zip(moving, some, strict=True):
             args[i] = x
-        args = [x.reshape(s.shape) for x, s in zip(args, p.operands(), strict=True)]
-        found = as_tuple(p.reference(*args, **call.params))
-        return tuple(x.astype(s.dtype).reshape(r.shape) for x, s, r in zip(found, p.results(), as_tuple(results), strict=True))
+        found = as_tuple(compute(*(x.reshape(s.shape) for x, s in zip(args, p.operands(), strict=True))))
+        arrays = zip(found, p.results(), as_tuple(results), strict=True)
+        return tuple(x.astype(s.dtype).reshape(r.shape) for x, s, r in arrays)
 
     found = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-    floats = [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in found]
-    return results, p.pack(floats)
+    return results, p.pack([x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in found])
 
 
 def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
@@ -494,16 +547,19 @@ def row_operations(
         return lambda p, _: types[part](**vars_of(p))
 
     def parts() -> Parts:
-        return Parts(
-            (made.saving, same("saving")), (made.tangent, same("tangent")), (made.backward, same("backward"))
-        )
+        return Parts((made.saving, same("saving")), (made.tangent, same("tangent")), (made.backward, same("backward")))
 
     own: dict[str, Any] = {"front_end": functools.partial(bind_formula, types["forward"])} | dict(_RULES) | rules
     made = FormulaOperations(
         Operation(formula.name, types["forward"], kernels(XlaRows(plain)), params=params, jvp=jvp_rule(parts), **own),
         Operation(f"{formula.name}_saving", types["saving"], kernels(XlaRows()), params=params, **_RULES),
         Operation(
-            f"{formula.name}_jvp", types["tangent"], (XlaRows(),), params=params, transpose=transpose_rule(parts), **_RULES
+            f"{formula.name}_jvp",
+            types["tangent"],
+            (XlaRows(),),
+            params=params,
+            transpose=transpose_rule(parts),
+            **_RULES,
         ),
         Operation(
             f"{formula.name}_backward",
@@ -548,4 +604,3 @@ ROWS: Operation[ProgramProblem] = Operation(
 ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
     "rows_jvp", ProgramTangentProblem, (XlaRows(),), transpose=transpose_rule(_of_programs), **_RULES
 )
-

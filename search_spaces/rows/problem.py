@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from search_spaces import checking
 from search_spaces.front_end import in_front
-from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple
+from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
 from search_spaces.rows.builder import trace
 from search_spaces.rows.derivative import Derivative, differentiate, one_row
 from search_spaces.rows.program import Operand, Program, evaluate, parse
@@ -77,10 +78,31 @@ class RowProblem(Problem):
     def reference(self, *args: jax.Array, **params: Any) -> Any:
         return self.pack(evaluate(self.program_of(**params), *args, rounded=False))
 
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Returns standard normal operands, but for elements per row: labels are columns, other numbers at least 1/2.
+
+        A backward pass may divide by saved sums of exponentials, and results for labels that are no column are NaN.
+        Saved numbers need not follow from the rows: the backward pass is a function of both.
+        """
+        drawn = zip(super().inputs(seed), self.arrays[0], strict=True)
+        return tuple(
+            checking.run_program(_per_row, x, columns=self.columns_of_program) if of.kind == "scalar" else x
+            for x, of in drawn
+        )
+
+    def special(self) -> tuple[str, ...]:
+        return checking.kinds_of([s.dtype for s in self.operands()])
+
     @property
     def columns_of_program(self) -> int:
         """Elements of a vector of the program."""
         return self.program.columns
+
+    @property
+    def library_bytes_moved(self) -> float:
+        """Includes XLA's separate writes of the parts of a result, and another read and write to join them."""
+        joined = sum(nbytes(s) for s, x in zip(self.results(), self.arrays[1], strict=True) if x.parts > 1)
+        return self.bytes_moved + 2.0 * joined
 
     @property
     def flops(self) -> float:
@@ -155,6 +177,11 @@ class RowProblem(Problem):
             each if jnp.issubdtype(s.dtype, jnp.floating) else Tolerance(absolute=1.0, relative=0.0)
             for each, s in zip(super().special_tolerance(kind), self.results(), strict=True)
         )
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def _per_row(x: jax.Array, *, columns: int) -> jax.Array:
+    return x % columns if jnp.issubdtype(x.dtype, jnp.integer) else (jnp.abs(x) + 0.5).astype(x.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -314,6 +341,8 @@ class FormulaProblem(RowProblem):
         Raises:
           TypeError, ValueError: dtypes or shapes that the formula does not take.
         """
+        if cls.part != "forward":
+            return cls._of_derivative(*arrays, **fields)
         named = dict(zip(cls.formula.operands, arrays, strict=True))
         (first, of), *_ = [(name, of) for name, of in cls.formula.operands.items() if of.kind == "row"]
         x = named[first]
@@ -333,6 +362,22 @@ class FormulaProblem(RowProblem):
             if found.dtype != wanted.dtype:
                 raise TypeError(f"{name} is {found.dtype}, and {first} is {x.dtype}: {name} needs {wanted.dtype}")
         return problem
+
+    @classmethod
+    def _of_derivative(cls, *arrays: Any, **fields: Any) -> FormulaProblem:
+        """Returns the problem with these operands; those of a derivative depend on what it saves."""
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        matrices = [x for x in arrays if x.ndim == 2]
+        dtypes = ("", "float32") if "weight_dtype" in cls.__dataclass_fields__ else (None,)
+        for x, parts, weight in itertools.product(matrices, (1, 2), dtypes):
+            values = {"rows": x.shape[0], "columns": max(1, x.shape[1] // parts), "dtype": str(x.dtype)}
+            try:
+                problem = cls(**values | fields | ({} if weight is None else {"weight_dtype": weight}))
+            except ValueError:
+                continue
+            if [(s.shape, s.dtype) for s in problem.operands()] == [(x.shape, x.dtype) for x in arrays]:
+                return problem
+        raise ValueError(f"{found} are no operands of {cls.__name__}")
 
     def neighbour(self) -> FormulaProblem | None:
         """Returns fewer rows, and columns that still divide into the same vectors but not into the same chunks."""
@@ -404,7 +449,9 @@ def problem_type(name: str, formula: Formula, part: str = "forward") -> type[For
     base = QuantizedProblem if formula.result_dtype else FormulaProblem
     base = WeightedProblem if any(of.dtype == "weight_dtype" for of in formula.operands.values()) else base
     bases = (FormulaTangentProblem, base) if part == "tangent" else (base,)
-    made: type[FormulaProblem] = type(name, bases, {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__})
+    made: type[FormulaProblem] = type(
+        name, bases, {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}
+    )
     return made
 
 
@@ -446,7 +493,8 @@ class TangentProblem(RowProblem):
 
     @property
     def sums_rows(self) -> bool:
-        return False
+        """Whether a result is a sum over rows: the tangent of one is."""
+        return any(x.kind == "shared" for x in self.arrays[1])
 
 
 _TANGENT: Mapping[str, Any] = {"row sum": "shared"}

@@ -19,12 +19,22 @@ import numpy as np
 from jax import lax
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Number:
-    """A literal operand of an equation; `dtype` is "float32", "int32" or "bool"."""
+    """A literal operand of an equation; `dtype` is "float32", "int32" or "bool". NaN equals NaN, and 0 is not -0."""
 
     value: float
     dtype: str = "float32"
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return repr(float(self.value)), self.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Number) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 # The index of a value of the program, or a literal.

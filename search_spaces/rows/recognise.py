@@ -84,9 +84,7 @@ def rms_norm(of: type[Problem], node: Node) -> Recognised | None:
     return found and _recognised(of, found, [found.x, found.weight], node)
 
 
-def _recognised(
-    of: type[Problem], found: Norm, inputs: list[Value], node: Node, call: str = ""
-) -> Recognised | None:
+def _recognised(of: type[Problem], found: Norm, inputs: list[Value], node: Node, call: str = "") -> Recognised | None:
     """Returns a norm as a problem of this type, which replaces the equations between these inputs and the result."""
     rows, columns = rows_of(found.result)
     for dtype in found.weight_dtypes:  # as it is stored, or as it is multiplied
@@ -201,7 +199,11 @@ def add_rms_norm(of: type[Problem], node: Node) -> Recognised | None:
         return None
     for each in added.inputs:
         same_dtype = as_of(each, found.result.dtype)
-        if same_dtype is None or same_dtype.shape != found.result.shape or source(same_dtype)[0].shape != same_dtype.shape:  # one row for all is a bias
+        if (
+            same_dtype is None
+            or same_dtype.shape != found.result.shape
+            or source(same_dtype)[0].shape != same_dtype.shape
+        ):  # one row for all is a bias
             return None
     return _recognised(of, found, [*added.inputs, found.weight], node, "tuned_rms_norm(residual=)")
 

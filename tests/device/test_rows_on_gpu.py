@@ -7,9 +7,18 @@ import pytest
 from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from search_spaces.rms_norm import ADD_RMS_NORM, RMS_NORM, AddRmsNormProblem, RmsNormProblem
-from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem, SiluAndMulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import (
+    ADD_RMS_NORM,
+    RMS_NORM,
+    SILU_AND_MUL,
+    SILU_AND_MUL_BACKWARD,
+    SOFTMAX,
+    AddRmsNormProblem,
+    RmsNormProblem,
+    SiluAndMulBackwardProblem,
+    SiluAndMulProblem,
+    SoftmaxProblem,
+)
 
 OPERATIONS = {
     SoftmaxProblem: SOFTMAX,

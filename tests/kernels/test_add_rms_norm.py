@@ -10,7 +10,7 @@ import pytest
 import scheduler
 from scheduler import tuned, tuned_rms_norm
 from search_spaces import load
-from search_spaces.rms_norm import ADD_RMS_NORM, AddRmsNormProblem
+from search_spaces.rows.formulas import ADD_RMS_NORM, AddRmsNormProblem
 
 pytestmark = pytest.mark.slow_but_first
 

@@ -12,7 +12,7 @@ from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GatedMatmulProblem
 from search_spaces.kernel import INDICES_OF_32_BITS
 from search_spaces.matmul import MatmulProblem
-from search_spaces.rms_norm import RmsNormProblem
+from search_spaces.rows.formulas import RmsNormProblem
 from search_spaces.scaled_matmul import ScaledMatmulProblem
 
 pytestmark = pytest.mark.slow_but_first

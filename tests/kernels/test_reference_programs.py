@@ -21,7 +21,7 @@ from search_spaces.configuration import measurements
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
 pytestmark = pytest.mark.slow
 

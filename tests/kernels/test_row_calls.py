@@ -14,7 +14,7 @@ import scheduler
 import search_spaces
 from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
 from search_spaces import load
-from search_spaces.rms_norm import RmsNormProblem
+from search_spaces.rows.formulas import RmsNormProblem
 from search_spaces.rowwise import row_operation
 from search_spaces.rowwise.problem import RowProblem
 

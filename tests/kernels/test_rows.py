@@ -14,12 +14,19 @@ from failures import failures
 from search_spaces import Columns, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.problem import as_tuple, nbytes
-from search_spaces.rms_norm import ADD_RMS_NORM, RMS_NORM, AddRmsNormProblem, RmsNormProblem
+from search_spaces.rows.formulas import (
+    ADD_RMS_NORM,
+    RMS_NORM,
+    SILU_AND_MUL,
+    SOFTMAX,
+    AddRmsNormProblem,
+    RmsNormProblem,
+    SiluAndMulProblem,
+    SoftmaxProblem,
+)
 from search_spaces.rowwise.hopper import SiluSchedule
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.space import RowSchedule, coalescing
-from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 pytestmark = pytest.mark.slow_but_first
 

@@ -15,11 +15,9 @@ from scheduler.measure import estimate
 from scheduler.model.pruning import onchip_demand, onchip_limit
 from search_spaces import Columns
 from search_spaces.problem import as_tuple
-from search_spaces.rms_norm import ADD_RMS_NORM, RMS_NORM
+from search_spaces.rows.formulas import ADD_RMS_NORM, RMS_NORM, SILU_AND_MUL, SILU_AND_MUL_BACKWARD, SOFTMAX
 from search_spaces.rowwise.tpu.row_blocks import ChunkGrid
 from search_spaces.rowwise.tpu.space import HalvesSchedule, RowSchedule
-from search_spaces.silu_and_mul import SILU_AND_MUL, SILU_AND_MUL_BACKWARD
-from search_spaces.softmax import SOFTMAX
 from tests.static_profiles import compiled, needs_libtpu
 
 pytestmark = pytest.mark.slow_but_first

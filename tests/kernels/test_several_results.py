@@ -32,7 +32,7 @@ from search_spaces import (
 )
 from search_spaces.kernel import Library
 from search_spaces.problem import nbytes
-from search_spaces.softmax import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
+from search_spaces.rows.formulas import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.prediction.predict import predict
 from scheduler.store.store import shipped
-from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem, SiluAndMulJvpProblem
+from search_spaces.rows.formulas import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem, SiluAndMulJvpProblem
 
 pytestmark = pytest.mark.slow_but_first
 

@@ -18,7 +18,7 @@ from scheduler.search import jobs
 from scheduler.search.reverify import reverify
 from scheduler.search.sweep import sweep
 from scheduler.search.task import SearchOptions, Task
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
 pytestmark = pytest.mark.one_jax
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
         ("own_kernel", "it differentiates"),
         ("autotuned_kernel", "they differentiate"),
         ("attention", "the gradient is right"),
-        ("rows", "silu_and_mul: right"),
+        ("rows", "gradient of weight: right"),
         ("unmodified_model", "by a kernel: matmul"),
         ("nnx_training", "The model was updated in place: yes"),
         ("equinox_training", "the activation is still gelu"),

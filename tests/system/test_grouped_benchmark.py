@@ -15,8 +15,8 @@ import grouped as benchmark
 import grouped_moe
 import grouped_rivals
 from grouped_points import KINDS, REHEARSED, points
-from grouped_torch import TorchProcess
-from independent import time_in_rounds
+from independent import WithTorch, time_in_rounds
+from torch_process import TorchProcess
 
 from scheduler.measure.runner import InProcess, Task
 
@@ -71,7 +71,7 @@ def python_of_torch(tmp_path):
 
 def test_torch_takes_part_in_the_rounds_of_a_runner(python_of_torch):
     problem = REHEARSED[0].problem
-    fresh = benchmark.WithTorch(InProcess(), python_of_torch)
+    fresh = WithTorch(InProcess(), TorchProcess(python_of_torch, Path("unused")), benchmark._request)
     tasks = {
         "xla": Task(grouped_rivals.FORWARD_AND_RIVALS, problem, "xla", {}, 2),
         **{layout: Task(grouped_rivals.FORWARD_AND_RIVALS, problem, "torch", {"layout": layout}, 2) for layout in "nk"},
@@ -84,7 +84,7 @@ def test_torch_takes_part_in_the_rounds_of_a_runner(python_of_torch):
 
 
 def test_torch_that_ends_is_a_failure():
-    torch = TorchProcess("/bin/true")
+    torch = TorchProcess("/bin/true", Path("unused"))
     assert torch.seconds({}) == "the process of torch has ended"
     torch.close()
 

@@ -21,7 +21,7 @@ from scheduler.core import interrupts
 from scheduler.core.interrupts import Threads, Watch, interruptible
 from scheduler.store.database import Database
 from scheduler.store.store import Store
-from search_spaces.softmax import SOFTMAX
+from search_spaces.rows.formulas import SOFTMAX
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
 

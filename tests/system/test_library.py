@@ -26,9 +26,14 @@ from scheduler.store.store import Store
 from search_spaces import Library, Operation, Target
 from search_spaces.configuration import formulas
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
-from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import (
+    RMS_NORM,
+    SILU_AND_MUL,
+    SOFTMAX,
+    RmsNormProblem,
+    SiluAndMulProblem,
+    SoftmaxProblem,
+)
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 

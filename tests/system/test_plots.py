@@ -32,7 +32,7 @@ from scheduler.model.traffic import block_loads, walk, window
 from scheduler.store.store import shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.tiles import planar_snake
-from search_spaces.softmax import SOFTMAX
+from search_spaces.rows.formulas import SOFTMAX
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 

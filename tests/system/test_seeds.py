@@ -20,8 +20,8 @@ from scheduler.core import hardware
 from scheduler.core.hardware import CPU
 from search_spaces import Columns
 from search_spaces.matmul import MatmulProblem
+from search_spaces.rows.formulas import SILU_AND_MUL
 from search_spaces.rowwise.hopper.space import coalescing
-from search_spaces.silu_and_mul import SILU_AND_MUL
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "seeds"))
 import arithmetic_intensity

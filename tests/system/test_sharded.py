@@ -28,10 +28,9 @@ from search_spaces.ragged_dot import (
     RaggedDotProblem,
     RaggedDotWeightsProblem,
 )
-from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.rows.formulas import RMS_NORM, SILU_AND_MUL_BACKWARD, RmsNormProblem, SiluAndMulBackwardProblem
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 from search_spaces.sharding import divide
-from search_spaces.silu_and_mul import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 
 pytestmark = pytest.mark.slow
 

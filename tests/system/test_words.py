@@ -14,7 +14,7 @@ from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
 from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.softmax import SOFTMAX
+from search_spaces.rows.formulas import SOFTMAX
 
 pytestmark = pytest.mark.one_jax
 

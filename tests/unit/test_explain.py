@@ -8,7 +8,7 @@ from scheduler.core.hardware import CPU, find
 from scheduler.core.records import Failure, Measurement, Trial
 from scheduler.inspect.explain import Access, explain
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
 pytestmark = pytest.mark.one_jax
 

@@ -24,8 +24,7 @@ from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.problem import Problem, nbytes
-from search_spaces.rms_norm import RmsNormProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, RmsNormProblem, SoftmaxProblem
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
 pytestmark = pytest.mark.one_jax
 

@@ -1,0 +1,386 @@
+"""The public functions of operations on rows, and `rows`, which tunes any function of one row."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from scheduler.api import tune, tuned
+from scheduler.dispatch import calls
+from scheduler.tuned_calls import SHARED, Selection, public, selected
+from search_spaces.rows.formulas import (
+    ADD_RMS_NORM,
+    CROSS_ENTROPY,
+    EPS,
+    LAYER_NORM,
+    LOG_SOFTMAX,
+    QUANTIZE_ROWS,
+    RMS_NORM,
+    SILU_AND_MUL,
+    SOFTMAX,
+    SOFTMAX_WITH_LSE,
+)
+from search_spaces.rows.operation import ROWS, RowFunction
+
+# ------------------------------------------------------------------------------
+# Norms.
+
+
+@overload
+def tuned_rms_norm(
+    x: Any, weight: Any, *, eps: float = EPS, residual: None = None, **selection: Unpack[Selection]
+) -> jax.Array: ...
+@overload
+def tuned_rms_norm(
+    x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
+) -> tuple[jax.Array, jax.Array]: ...
+@public(RMS_NORM)
+def tuned_rms_norm(
+    x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes ``x / sqrt(mean(x^2) + eps) * weight`` along the last axis with the best known schedule.
+
+    The computation is in float32 and the result is rounded once. With a residual, the function normalizes
+    ``total = x + residual`` and also returns `total`, as vLLM's ``fused_add_rms_norm`` does. The sum is rounded to the
+    dtype of `x` before it is normalized; XLA may skip that rounding if it fuses both steps.
+
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("rms_norm_backward"). The call falls back to
+    XLA for a weight of a dtype other than float32 or that of `x`, for a residual of a dtype other than that of `x`, for
+    arrays of a dtype other than float32, bfloat16 or float16, and for empty arrays.
+
+    Args:
+      x: ``[..., columns]``.
+      weight: ``[columns]``, of the dtype of `x` or float32.
+      eps: a number, not an array; keeps rows of zeros finite.
+      residual: of the shape and dtype of `x`. This is a separate operation, "add_rms_norm", which is tuned separately.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`. With a residual, a pair of that array and the sum, of the same shape and
+      dtype.
+
+    Raises:
+      ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
+    """
+    call_options = (*selected(tuned_rms_norm, selection), calls.number("eps", eps))
+    if residual is None:
+        return calls.answer(_RMS_NORM, call_options, x, weight)
+    return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
+
+
+_RMS_NORM, _ADD_RMS_NORM = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(ADD_RMS_NORM, ("eps",))
+
+
+@public(LAYER_NORM)
+def tuned_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS, **selection: Unpack[Selection]) -> jax.Array:
+    """Computes ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` along the last axis with the best known schedule.
+
+    The computation is in float32 and the result is rounded once (Ba, Kiros, Hinton, arXiv:1607.06450).
+
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("layer_norm_backward"). The call falls back
+    to XLA as `tuned_rms_norm` does, and if `weight` and `bias` have different dtypes.
+
+    Args:
+      x: ``[..., columns]``.
+      weight, bias: ``[columns]``, of the dtype of `x` or float32.
+      eps: a number, not an array; keeps rows of equal elements finite.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      ValueError: the length of `weight` or `bias` is not that of a row.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
+    """
+    call_options = (*selected(tuned_layer_norm, selection), calls.number("eps", eps))
+    return calls.answer(_LAYER_NORM, call_options, x, weight, bias)
+
+
+_LAYER_NORM = calls.Signature(LAYER_NORM, ("eps",))
+
+
+# ------------------------------------------------------------------------------
+# Softmax and losses.
+
+
+@overload
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: Literal[False] = False, **selection: Unpack[Selection]
+) -> jax.Array: ...
+@overload
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
+) -> tuple[jax.Array, jax.Array]: ...
+@public(SOFTMAX)
+def tuned_softmax(
+    x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
+
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
+    float32 first, so that unsigned integers do not wrap.
+
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("softmax_backward"), and the backward pass
+    saves the result alone. The call falls back to XLA (`jax.nn.softmax`)
+    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
+    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
+
+    Args:
+      x: ``[..., columns]``.
+      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
+      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
+        "softmax_with_lse", which is tuned separately and always computes in float32.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
+      of `x` without `axis`.
+
+    Raises:
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
+    """
+    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
+    return calls.answer(called, (*selected(tuned_softmax, selection), calls.axes(axis)), x)
+
+
+_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
+
+
+@public(LOG_SOFTMAX)
+def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) -> jax.Array:
+    """Computes ``jax.nn.log_softmax(x, axis)`` with the best known schedule for its shape on this chip.
+
+    Rounding, XLA's program in the dtype of `x`, and fallbacks are those of `tuned_softmax`. The gradient is a tuned
+    call, too ("log_softmax_backward").
+
+    Args:
+      x: ``[..., columns]``.
+      axis: as in `tuned_softmax`.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
+    """
+    return calls.answer(_LOG_SOFTMAX, (*selected(tuned_log_softmax, selection), calls.axes(axis)), x)
+
+
+@public(CROSS_ENTROPY)
+def tuned_cross_entropy(logits: Any, labels: Any, **selection: Unpack[Selection]) -> jax.Array:
+    """Computes ``log(sum(exp(logits))) - logits[label]`` of each row, in float32, with the best known schedule.
+
+    No copy of the logits in float32 is written, and the backward pass ("cross_entropy_backward", a tuned call) reads
+    the logits once. The call falls back to XLA for logits of a dtype other than float32, bfloat16 or float16, and for
+    empty arrays. Works wherever `tuned_matmul` works.
+
+    Args:
+      logits: ``[..., columns]``.
+      labels: integers ``[...]``; the loss of a label that is no column is NaN.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      A float32 array ``[...]``, the loss of each row.
+
+    Raises:
+      TypeError: labels that are no integers.
+      ValueError: labels of another shape than ``logits.shape[:-1]``.
+      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
+    """
+    return calls.answer(_CROSS_ENTROPY, selected(tuned_cross_entropy, selection), logits, labels)
+
+
+_LOG_SOFTMAX, _CROSS_ENTROPY = calls.Signature(LOG_SOFTMAX, ("axis",)), calls.Signature(CROSS_ENTROPY)
+
+
+# ------------------------------------------------------------------------------
+# Gates and quantization.
+
+
+@public(SILU_AND_MUL)
+def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
+    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
+
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
+
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
+    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
+
+    Args:
+      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array ``[..., d]`` of the dtype of `x`.
+
+    Raises:
+      ValueError: the length of the last axis is not even.
+      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
+      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
+    """
+    return calls.answer(_SILU_AND_MUL, selected(tuned_silu_and_mul, selection), x)
+
+
+@public(QUANTIZE_ROWS)
+def tuned_quantize_rows(
+    x: Any, dtype: Any = jnp.float8_e4m3fn, *, block: int | None = None, **selection: Unpack[Selection]
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes rows to 8 bits: ``scale = max(abs(row)) / largest``, and ``row / scale`` rounded to `dtype`.
+
+    `largest` is the largest number of `dtype`; the scale of zeros is 1. `tuned_scaled_matmul` takes results and scales.
+    The call falls back to XLA for `x` of a dtype other than float32, bfloat16 or float16, and for empty arrays. Works
+    wherever `tuned_matmul` works.
+
+    Args:
+      x: ``[..., columns]``.
+      dtype: float8_e4m3fn, float8_e5m2 or int8.
+      block: number of consecutive elements that share a scale; None means a whole row.
+      on_miss, backends, schedule: as in `tuned_matmul`. A `schedule` applies to blocks as rows.
+
+    Returns:
+      An array of the shape of `x`, and float32 scales ``[...]``, or ``[..., columns / block]``.
+
+    Raises:
+      ValueError: an unsupported `dtype`, or a `block` that does not divide the columns.
+      TypeError: `x` holds no real floating-point numbers.
+      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
+    """
+    call_options = (*selected(tuned_quantize_rows, selection), str(jnp.dtype(dtype)), block)
+    return calls.answer(_QUANTIZE_ROWS, call_options, x)
+
+
+_SILU_AND_MUL, _QUANTIZE_ROWS = calls.Signature(SILU_AND_MUL), calls.Signature(QUANTIZE_ROWS, ("result_dtype", "block"))
+
+
+# ------------------------------------------------------------------------------
+# Any function of one row.
+
+
+@overload
+def rows(function: Callable[..., Any], /, *, scalars: tuple[str, ...] = ()) -> Callable[..., Any]: ...
+@overload
+def rows(
+    function: None = None, /, *, scalars: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Decorates a function of one row: kernels for all rows, and kernels of its gradient, are derived from it.
+
+    ::
+
+        @scheduler.rows
+        def scaled_tanh(x, weight, *, limit=30.0):
+            y = x.astype(jnp.float32) * weight
+            return (limit * jnp.tanh(y / limit)).astype(x.dtype)
+
+        scaled_tanh(x, weight)  # x is [..., columns], weight is [columns]
+
+    The decorated function is ``f(*arrays, on_miss=None, backends=None, schedule=None, **statics)``. The first array has
+    the leading axes, ``[..., columns]``. Arrays with as many axes are rows, too, and the function takes one row of
+    each. Arrays that `scalars` names have one element per row, ``[...]``, of which the function takes a scalar. All
+    rows share other arrays, such as weights. Keyword-only parameters are static and hashable.
+
+    The function may use elementwise functions, sums, maxima and minima over the whole row, `argmax`, an element at an
+    index, equal parts of a row (slices, `jnp.split`, `jnp.concatenate`) and reshapes of a row to equal segments. It
+    returns rows, scalars, or a pytree of both. Kernels compute in float32, and round where the function does.
+
+    Works wherever `tuned_matmul` works. The gradient is derived from that of the function, and is a tuned call, too.
+    The call falls back to XLA (`jax.vmap` of the function) for functions that kernels do not compute, such as sorts and
+    cumulative sums. The logger `scheduler` reports the reason at level DEBUG.
+
+    ``f.problem(*arrays, **statics)`` returns the problem of a call, and raises a ValueError with the reason if no
+    kernel computes it. ``f.tune(*arrays, **statics, budget=64)`` searches for its schedule. ``f.operation`` is "rows".
+    Schedules are stored by the equations of the function, so a change of the function needs no version.
+
+    Args:
+      function: takes arrays without the leading axes as positional parameters.
+      scalars: names of parameters with one element per row.
+
+    Raises:
+      TypeError: a parameter that takes any number of arguments, no array, or names in `scalars` that are no parameters
+        or are the first; in calls also an argument that is no array, or a static argument that is not hashable.
+      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
+    """
+    if function is None:
+        return functools.partial(rows, scalars=scalars)
+    row = _row_function(function, scalars)
+    signature = inspect.signature(function)
+    answer = tuned(ROWS)
+
+    def bound(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arrays of a call, and its static arguments as an option of the operation."""
+        found = signature.bind(*given, **named)
+        found.apply_defaults()
+        arrays = [_required_array(function, name, found.arguments[name]) for name in row.names]
+        statics = {name: x for name, x in found.arguments.items() if name not in row.names}
+        return arrays, {"function": row, "statics": _hashable(function, statics)}
+
+    @functools.wraps(function)
+    def call(*given: Any, on_miss: Any = None, backends: Any = None, schedule: Any = None, **named: Any) -> Any:
+        arrays, options = bound(given, named)
+        return answer(*arrays, on_miss=on_miss, backends=backends, schedule=schedule, **options)
+
+    def problem(*given: Any, **named: Any) -> Any:
+        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s."""
+        arrays, options = bound(given, named)
+        return answer.problem(*arrays, **options)  # type: ignore[attr-defined]
+
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *SHARED])  # type: ignore[attr-defined]
+    call.operation, call.problem = ROWS, problem  # type: ignore[attr-defined]
+    call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
+    return call
+
+
+def _row_function(function: Callable[..., Any], scalars: tuple[str, ...]) -> RowFunction:
+    """Returns the function and the names of its arrays; raises a TypeError as `rows` does."""
+    name = getattr(function, "__name__", repr(function))
+    if not callable(function):
+        raise TypeError(f"scheduler.rows decorates a function of one row, not {name}")
+    parameters = inspect.signature(function).parameters.values()
+    for each in parameters:
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise TypeError(f"{each} of {name} takes any number of arguments: name each array")
+        if each.name in Selection.__optional_keys__:
+            raise TypeError(f"{each.name} of {name} is an argument of every tuned call: give it another name")
+    names = tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
+    if not names:
+        raise TypeError(f"{name} has no positional parameter, which would be a row")
+    listed = (scalars,) if isinstance(scalars, str) else tuple(scalars)
+    for scalar in listed:
+        if scalar not in names[1:]:
+            raise TypeError(f"scalars={listed} of {name}: {scalar!r} is none of {names[1:]}")
+    return RowFunction(function, names, listed)
+
+
+def _required_array(function: Callable[..., Any], name: str, x: Any) -> Any:
+    """Returns `x` if it is an array or a number; raises a TypeError otherwise."""
+    if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
+        return x
+    raise TypeError(f"{name} of {function.__name__} must be an array, not {type(x).__name__}")
+
+
+def _hashable(function: Callable[..., Any], statics: Mapping[str, Any]) -> tuple[tuple[str, Any, type], ...]:
+    """Returns static arguments with their types, because 1, 1.0 and True are equal; raises a TypeError for arrays."""
+    for name, x in statics.items():
+        try:
+            hash(x)
+        except TypeError:
+            kind = type(x).__name__
+            raise TypeError(
+                f"{name} of {function.__name__} is keyword-only, and so part of the compiled program: {kind} is not "
+                f"hashable; pass an array by position"
+            ) from None
+        if isinstance(x, jax.Array):
+            raise TypeError(f"{name} of {function.__name__} is a traced array: pass an array by position")
+    return tuple((name, x, type(x)) for name, x in sorted(statics.items()))
