@@ -168,15 +168,15 @@ class Program:
         """The values of all results."""
         return tuple(x for result in self.results for x in result.values)
 
-    def needed(self, atoms: Sequence[Atom]) -> set[int]:
-        """Returns the vectors to compute or to read for these values, given all scalars."""
+    def needed(self, atoms: Sequence[Atom], known: Sequence[int] = ()) -> set[int]:
+        """Returns the vectors to compute or to read for these values, given all scalars and some known vectors."""
         found: set[int] = set()
         waiting = [x for x in atoms if isinstance(x, int) and self.vector(x)]
         while waiting:
             if (value := waiting.pop()) in found:
                 continue
             found.add(value)
-            equation = self.equation(value)
+            equation = None if value in known else self.equation(value)
             waiting += [x for x in (equation.inputs if equation else ()) if isinstance(x, int) and self.vector(x)]
         return found
 
