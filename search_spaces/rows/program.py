@@ -310,6 +310,11 @@ def _logistic(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
+def _sign(x: jax.Array) -> jax.Array:
+    # Pallas asks the device how to lower `jnp.sign` for a TPU: without one, it fails.
+    return jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))
+
+
 def _floor(x: jax.Array) -> jax.Array:
     nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(nearest > x, nearest - 1, nearest)
@@ -320,7 +325,7 @@ def _round(x: jax.Array, dtype: str) -> jax.Array:
     if dtype.startswith("float8"):
         most, above = (464.0, np.nan) if "e4m3" in dtype else (61440.0, np.inf)
         bounded = jnp.where(jnp.abs(x) < F32(most), x, jnp.where(x < 0, F32(-above), F32(above)))
-        x = jnp.where(jnp.abs(x) == F32(most), jnp.sign(x) * F32(448.0), bounded) if most == 464.0 else bounded
+        x = jnp.where(jnp.abs(x) == F32(most), _sign(x) * F32(448.0), bounded) if most == 464.0 else bounded
     return x.astype(dtype).astype(jnp.float32)
 
 
@@ -345,7 +350,7 @@ ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
     "min": jnp.minimum,
     "neg": jnp.negative,
     "abs": jnp.abs,
-    "sign": jnp.sign,
+    "sign": _sign,
     "exp": jnp.exp,
     "exp2": lambda x: lax.exp2(x),
     "log": jnp.log,
