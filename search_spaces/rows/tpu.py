@@ -386,11 +386,17 @@ def row_space(p: RowProblem) -> Space[RowSchedule]:
         else []
     )
     least, most = (8, 16) if reduced else (4, 8)
+    # Steps of narrow rows are whole tiles: "cannot statically prove that index in dimension 0 is a multiple of 32".
+    tile = (
+        4 * SUBLANES
+        if any(x.kind == "row" and jnp.dtype(x.dtype).itemsize == 1 for y in p.arrays for x in y)
+        else SUBLANES
+    )
     return Space(
         RowSchedule,
         choices={
             "residency": found,
-            "rows": tuple(rows for rows in ROWS if rows <= round_up(p.rows, SUBLANES)),
+            "rows": tuple(rows for rows in ROWS if rows <= round_up(p.rows, tile)),
             "columns": (columns, *(CHUNKS if "scratch" in found else ())),
             "step_rows": STEP_ROWS,
             "lanes": (128, 256, 512) if reduced else (128, 256, 512, 1024),
@@ -403,6 +409,7 @@ def row_space(p: RowProblem) -> Space[RowSchedule]:
             ),
             "of chunks, more than 64 rows a block gain nothing": lambda s: (s.columns == columns) | (s.rows <= 64),
             "rows of a step divide those of a block": lambda s: s.rows % s.step_rows == 0,
+            "rows of a step are whole tiles": lambda s: s.step_rows >= tile,
             # TPU7x: "cannot statically prove that index in dimension 1 is a multiple of 16" (E2003).
             "steps through a scratch array of narrow elements are of whole tiles": lambda s: (
                 (s.residency != "scratch")
@@ -424,6 +431,12 @@ def _registers(s: RowSchedule) -> int:
 # ------------------------------------------------------------------------------
 
 
+# Those of which the compilers for v5e, v6e and TPU7x load and store rows (libtpu 0.0.48).
+DTYPES = frozenset(
+    {"float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int16", "int8", "uint32", "uint16", "uint8"}
+)
+
+
 class TpuRows(Kernel[RowProblem, RowSchedule]):
     """A row program on a TPU, in blocks of rows."""
 
@@ -436,9 +449,10 @@ class TpuRows(Kernel[RowProblem, RowSchedule]):
             return f"is written for TPUs, not for {target.kind} ({target.architecture})"
         operands, results = problem.arrays
         rounded = [str(e.params[0]) for e in problem.program.equations if e.name == "round"]
-        if "float16" in (*rounded, *(x.dtype for x in (*operands, *results))):
-            return "the compiler for TPUs loads no float16 in a kernel"
-        return None
+        if "float16" in (*rounded, *(x.dtype for x in (*operands, *results) if x.kind == "row")):
+            return "the compiler for TPUs loads and rounds no float16 in a kernel"
+        refused = {x.dtype for x in (*operands, *results) if x.kind == "row"} - DTYPES
+        return f"rows of {min(refused)} would have to be converted before or after the kernel" if refused else None
 
     def space(self, problem: RowProblem, target: Target) -> Space[RowSchedule]:
         return row_space(problem)
