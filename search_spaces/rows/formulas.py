@@ -90,9 +90,10 @@ def cross_entropy(x: jax.Array, label: jax.Array) -> jax.Array:
     """``log(sum(exp(x))) - x[label]`` in float32; NaN if the label is no column."""
     y = wide(x)
     most = lax.stop_gradient(jnp.max(y, initial=-jnp.inf))
-    chosen = jnp.where(jnp.arange(x.shape[0]) == label, y - most, 0.0)
+    # The maximum is subtracted after the sum, which then needs no stage of its own.
+    chosen = jnp.sum(jnp.where(jnp.arange(x.shape[0]) == label, y, 0.0)) - most
     inside = (label >= 0) & (label < x.shape[0])
-    return jnp.where(inside, jnp.log(jnp.sum(jnp.exp(y - most))) - jnp.sum(chosen), jnp.nan)
+    return jnp.where(inside, jnp.log(jnp.sum(jnp.exp(y - most))) - chosen, jnp.nan)
 
 
 def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) -> BoundCall[Any] | Unsupported:

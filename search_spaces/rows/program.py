@@ -178,15 +178,15 @@ class Program:
         """The values of all results."""
         return tuple(x for result in self.results for x in result.values)
 
-    def needed(self, atoms: Sequence[Atom]) -> set[int]:
-        """Returns the vectors to compute or to read for these values, given all scalars."""
+    def needed(self, atoms: Sequence[Atom], known: Sequence[int] = ()) -> set[int]:
+        """Returns the vectors to compute or to read for these values, given all scalars and some known vectors."""
         found: set[int] = set()
         waiting = [x for x in atoms if isinstance(x, int) and self.vector(x)]
         while waiting:
             if (value := waiting.pop()) in found:
                 continue
             found.add(value)
-            equation = self.equation(value)
+            equation = None if value in known else self.equation(value)
             waiting += [x for x in (equation.inputs if equation else ()) if isinstance(x, int) and self.vector(x)]
         return found
 
@@ -320,6 +320,11 @@ def _logistic(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
+def _sign(x: jax.Array) -> jax.Array:
+    # Pallas asks the device how to lower `jnp.sign` for a TPU: without one, it fails.
+    return jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))
+
+
 def _floor(x: jax.Array) -> jax.Array:
     nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(nearest > x, nearest - 1, nearest)
@@ -362,7 +367,7 @@ ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
     "min": jnp.minimum,
     "neg": jnp.negative,
     "abs": jnp.abs,
-    "sign": jnp.sign,
+    "sign": _sign,
     "exp": jnp.exp,
     "exp2": lambda x: lax.exp2(x),
     "log": jnp.log,

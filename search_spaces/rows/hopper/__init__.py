@@ -47,6 +47,8 @@ class HopperRows(Kernel[RowProblem, RowSchedule]):
             return "reads rows, and the program has none"
         if others := {x.dtype for x in (*program.operands, *program.results)} - LOADED:
             return f"loads and stores no {', '.join(sorted(others))}"
+        if any(x.name == "round" and x.params == ("float8_e5m2",) for x in program.equations):
+            return "rounds to float8_e5m2 by an instruction that knows no infinity: clip to the largest number first"
         most = MOST_ELEMENTS_BEFORE_HOPPER * WARPGROUP
         if not_hopper(target) and program.stages and program.columns > most:
             return f"keeps rows of {most} elements at most in registers, not of {program.columns}, without TMA"
