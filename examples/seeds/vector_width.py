@@ -2,7 +2,7 @@
 
     python examples/seeds/vector_width.py [--hardware h200] [--plot bandwidth.svg]
 
-Widths, sectors and times are those of the shipped kernel (`search_spaces/rowwise/hopper/__init__.py`) by its footprint
+Widths, sectors and times are those of the shipped kernel (`search_spaces/rows/hopper/registers.py`) by its footprint
 and the cost model; where a Hopper GPU is here, times are measured as well.
 """
 
@@ -27,7 +27,7 @@ from scheduler.model.constants import model_of
 from scheduler.model.traffic import block_count
 from search_spaces import Columns
 from search_spaces.rows.formulas import SILU_AND_MUL, SiluAndMulProblem
-from search_spaces.rowwise.hopper import SiluSchedule
+from search_spaces.rows.hopper import RowSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,10 +107,10 @@ class Width:
     measured_s: float | None = None
 
 
-def schedules_of_widths(elements: int = 8) -> list[SiluSchedule]:
+def schedules_of_widths(elements: int = 8) -> list[RowSchedule]:
     """Of so many elements of each half a thread, from one access to as many as there are elements."""
     vectors = [elements >> halving for halving in range(elements.bit_length())]
-    return [SiluSchedule(warps=4, vector=vector, accesses=elements // vector, rows=1) for vector in vectors]
+    return [RowSchedule("span", warps=4, vector=vector, accesses=elements // vector) for vector in vectors]
 
 
 def widths(chip: Hardware, problem: SiluAndMulProblem, *, measure: bool = False) -> list[Width]:

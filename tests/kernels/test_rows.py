@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from failures import failures
 
-from search_spaces import Columns, Target
+from search_spaces import Columns, Target, load
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.formulas import (
@@ -24,19 +24,13 @@ from search_spaces.rows.formulas import (
     SiluAndMulProblem,
     SoftmaxProblem,
 )
-from search_spaces.rowwise.hopper import SiluSchedule
-from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
-from search_spaces.rowwise.hopper.space import RowSchedule, coalescing
+from search_spaces.rows.hopper import RowSchedule, coalescing
+from search_spaces.rows.hopper.chunks import PersistentPipeline
 
 pytestmark = pytest.mark.slow_but_first
 
 TARGET = hopper.H200.target
-OPERATIONS = {
-    SoftmaxProblem: SOFTMAX,
-    RmsNormProblem: RMS_NORM,
-    AddRmsNormProblem: ADD_RMS_NORM,
-    SiluAndMulProblem: SILU_AND_MUL,
-}
+FORMULAS = (SoftmaxProblem, RmsNormProblem, AddRmsNormProblem, SiluAndMulProblem)
 EXTENTS = [
     (65536, 1024, "bfloat16"),
     (32768, 4096, "bfloat16"),
@@ -53,14 +47,20 @@ EXTENTS = [
     (4, 32, "float32"),
     (2, 200, "bfloat16"),
 ]
-PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS] + [
+SUMS = [
+    (problem, extents)
+    for problem in ("layer_norm_backward", "rms_norm_backward")
+    for extents in ((16384, 4096), (600, 1024), (3000, 8192), (37, 1002), (9, 4096))
+]
+PROBLEMS = [problem(*extents) for problem in FORMULAS for extents in EXTENTS] + [
     RmsNormProblem(*extents, weight_dtype="float32") for extents in EXTENTS if extents[2] != "float32"
 ]
+PROBLEMS += [load(name).problem(*extents) for name, extents in SUMS]
 interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
 
 
 def kernel_of(problem):
-    return OPERATIONS[type(problem)].kernel("mosaic_gpu")
+    return SOFTMAX.kernel("mosaic_gpu")  # one kernel computes any row program
 
 
 def named(problem):
@@ -83,6 +83,10 @@ def footprint(problem, schedules):
 
 def registers(warps, vector, rows=1):
     return RowSchedule("registers", warps, vector, rows)
+
+
+def span(warps, vector, accesses, rows=1):
+    return RowSchedule("span", warps, vector, rows, accesses)
 
 
 def smem(warps, vector, accesses, register_chunks=0, cluster=1):
@@ -142,8 +146,8 @@ def test_smem_bytes_of_chunks_are_what_lowering_asks_for(columns, schedule):
 
 
 def test_the_sample_holds_each_residency_and_each_size_of_cluster():
-    rows = [one for p in PROBLEMS for one in sample(p, 24) if isinstance(one, RowSchedule)]
-    assert {one.residency for one in rows} == {"registers", "smem", "pipeline"}
+    rows = [one for p in PROBLEMS for one in sample(p, 24)]
+    assert {one.residency for one in rows} == {"registers", "span", "ring", "smem", "pipeline"}
     assert {one.cluster for one in rows} == {1, 2, 4, 8}
 
 
@@ -152,7 +156,7 @@ def test_64_bit_indices_elsewhere_change_nothing_here():
     jax.config.update("jax_enable_x64", True)
     try:
         hopper.lower(SOFTMAX.kernel("mosaic_gpu"), SoftmaxProblem(64, 4352), pipeline(8, 8, 1, 4, cluster=2))
-        hopper.lower(SILU_AND_MUL.kernel("mosaic_gpu"), SiluAndMulProblem(64, 4352), SiluSchedule(4, 8, 2, 1))
+        hopper.lower(SILU_AND_MUL.kernel("mosaic_gpu"), SiluAndMulProblem(64, 4352), span(4, 8, 2, 1))
     finally:
         jax.config.update("jax_enable_x64", before)
 
@@ -238,10 +242,32 @@ def test_rows_are_right_to_the_last_ragged_edge(name):
         np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
 
 
+RINGS = {
+    "a warpgroup a row, the last fragment overlaps": ("layer_norm_backward", 300, 1304, dict(warps=4, stages=2)),
+    "two warpgroups a row, rows in turn": ("rms_norm_backward", 41, 2056, dict(warps=8, stages=3)),
+    "a warp a row, the last rows overlap": ("layer_norm_backward", 603, 512, dict(warps=1, stages=2)),
+    "a warp a row, two rows each": ("add_rms_norm_backward", 77, 256, dict(warps=1, rows=2, stages=2)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", RINGS)
+def test_sums_over_rows_are_right_to_the_last_ragged_edge(name):
+    operation, rows, columns, fields = RINGS[name]
+    problem = load(operation).problem(rows, columns)
+    for schedule in (
+        RowSchedule("ring", vector=8, blocks=1, **fields),
+        RowSchedule("registers", vector=8, blocks=2, **{"rows": 1, **fields, "warps": min(4, fields["warps"]), "stages": 0}),
+    ):
+        found = hopper.interpret(kernel_of(problem), problem, schedule, cores=2)
+        for actual, expected in zip(*map(as_tuple, found), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=1e-2 * float(jnp.max(jnp.abs(expected))))
+
+
 HALVES = {
-    "a warpgroup a row, the last block of a row overlaps": (3, 1304, "bfloat16", SiluSchedule(4, 8, 1, 1)),
-    "a warp a row, the last rows overlap": (7, 512, "float16", SiluSchedule(1, 8, 2, 1)),
-    "odd columns, several rows a warp": (9, 99, "float32", SiluSchedule(1, 1, 3, 2)),
+    "a warpgroup a row, the last block of a row overlaps": (3, 1304, "bfloat16", span(4, 8, 1, 1)),
+    "a warp a row, the last rows overlap": (7, 512, "float16", span(1, 8, 2, 1)),
+    "odd columns, several rows a warp": (9, 99, "float32", span(1, 1, 3, 2)),
 }
 
 
@@ -310,7 +336,7 @@ def test_epsilon_reaches_the_kernel():
         out = jax.jit(lambda *a: RMS_NORM.kernel("mosaic_gpu").run(problem, registers(4, 4), target, *a, eps=3.0))(
             *args
         )
-    np.testing.assert_allclose(out, problem.compute(*args, eps=3.0), rtol=1e-5)
+    np.testing.assert_allclose(out, problem.reference(*args, eps=3.0), rtol=1e-5)
 
 
 def test_rows_are_dealt_to_as_few_persistent_ctas_as_take_as_many_waves():
@@ -338,11 +364,11 @@ def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of
         assert np.all(in_chunks | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
         with_ends = in_chunks & (problem.columns % (32 * points.vector) != 0)
         assert np.all(with_ends | (problem.columns % points.vector == 0))
-        assert np.all(~with_ends | (points.vector * problem.itemsize == 16)), "lines start at multiples of 16 bytes"
+        assert np.all(~with_ends | (points.vector * problem.operands()[0].dtype.itemsize == 16)), "lines start at multiples of 16 bytes"
         assert np.all(
             ~in_chunks | (points.cluster * points.warps * points.accesses * 32 * points.vector <= problem.columns)
         )
-        assert np.all(~in_chunks | (32 * points.vector * problem.itemsize % 16 == 0)), (
+        assert np.all(~in_chunks | (32 * points.vector * problem.operands()[0].dtype.itemsize % 16 == 0)), (
             "bulk copies move multiples of 16 bytes"
         )
         assert np.all(points.stages <= 32), "Mosaic GPU has groups of up to 32 barriers"
@@ -355,9 +381,10 @@ def test_a_footprint_accounts_for_every_byte_once():
         points = legal(problem)
         found = footprint(problem, points)
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
-        np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, problem.results())))
-        for name, x in zip(problem.row_operands, problem.operands(), strict=False):
-            (load,) = [load for load in found.step.loads if load.name == name]
+        written = [x for x, o in zip(problem.results(), problem.arrays[1], strict=True) if o.kind != "row sum"]
+            np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, written)))
+        for number, x in enumerate(x for x in problem.operands() if len(x.shape) == 2):
+            (load,) = [load for load in found.step.loads if load.name == f"operand {number + 1}"]
             np.testing.assert_allclose(load.bytes * found.steps * blocks / nbytes(x), 1)
         assert np.all(found.step.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
 
@@ -379,13 +406,14 @@ def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fit
     lengths = [128, 129, 1001, 8193, 12345, 24575, 24577, 32001, 50257, 50272, 65537, 98305, 128257, 131073, 151665]
     for columns in [*lengths, 262143, 393217]:
         problem = kind(64, columns, dtype)
-        if problem.row_bytes > 8 * 200 * 1024:
+        if sum(nbytes(x) for x in problem.operands() if len(x.shape) == 2) > problem.rows * 8 * 200 * 1024:
             continue
         assert np.any(fits(footprint(problem, legal(problem)))), problem
 
 
 OF_RESIDENCY = {
     "registers": {"rows"},
+    "span": {"rows", "accesses"},
     "smem": {"accesses", "register_chunks", "cluster"},
     "pipeline": {"accesses", "stages", "prefetch", "cluster"},
 }
@@ -468,7 +496,7 @@ def test_every_rule_drops_what_no_other_rule_drops():
         points = space(problem).points()
         with np.errstate(divide="ignore"):  # points that another rule drops may have chunks of no accesses
             holds = {
-                (type(problem), reason): np.broadcast_to(rule(points), len(points))
+                reason: np.broadcast_to(rule(points), len(points))
                 for reason, rule in space(problem).rules.items()
             }
         for reason, column in holds.items():

@@ -21,7 +21,7 @@ from scheduler.core.hardware import CPU
 from search_spaces import Columns
 from search_spaces.matmul import MatmulProblem
 from search_spaces.rows.formulas import SILU_AND_MUL
-from search_spaces.rowwise.hopper.space import coalescing
+from search_spaces.rows.hopper import coalescing
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "seeds"))
 import arithmetic_intensity

@@ -32,7 +32,7 @@ from search_spaces.hopper import WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store_run
-from search_spaces.rowwise.hopper.thread_layout import tiled
+from search_spaces.rows.hopper.thread_layout import tiled
 from search_spaces.space import cdiv, round_up
 
 RANK = "cluster_rank"  # the axis of CTAs in a cluster

@@ -114,7 +114,9 @@ class RegisterPlan:
             if operand.kind == "row"
         )
         buffers = np.where(self.in_ring & (self.warps > 1), self.partials(program).smem_bytes(BUFFERS), 0)
-        return REDUCTION_BYTES + ring + buffers + (2 * self.stages + 1) * BARRIER_BYTES * self.in_ring
+        reductions = REDUCTION_BYTES if program.stages else 0
+        barriers = (2 * self.stages + (self.warps > 1)) * BARRIER_BYTES * self.in_ring
+        return reductions + ring + buffers + barriers
 
     def partials(self, program: Program) -> PartialsBuffer:
         return PartialsBuffer(max([1, *(Stage(program, i).count for i in range(len(program.stages)))]), self.warps)

@@ -141,7 +141,7 @@ def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
         found["span"] = _span(p, target.cores, own)
     if program.stages or program.sums_rows:
         found["registers"] = _registers(p, target.cores, vector, most)
-    if not before and (program.stages or program.sums_rows):
+    if not before and program.sums_rows:
         found["ring"] = _ring(p, vector)
     if not before and program.stages and not program.sums_rows:
         found["smem"] = _smem(p, vector)
@@ -282,7 +282,7 @@ def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
             "warps": (4, 8, 16, 1),
             "vector": vector,
             "rows": (1, 2),
-            "stages": (2, 3, 4, 6, 8),
+            "stages": (2, 3, 4, 6),
             "blocks": (1, 2, 3, 4),
         },
         rules={
@@ -300,7 +300,7 @@ def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
                 (s.warps == 1) | (plan(s).elements >= 8)
             ),
             "the rings of a core have 48 KiB at least, or all are as deep as they get": lambda s: (
-                (s.blocks * ring_bytes(s) >= 48 * KIB) | (s.stages == 8)
+                (s.blocks * ring_bytes(s) >= 48 * KIB) | (s.stages == 6)
             ),
             "the rings of a core fit its SMEM, and its registers": lambda s: (
                 (s.blocks * (ring_bytes(s) + KIB) <= 228 * KIB) & (s.blocks * np.maximum(4, s.warps) <= 32)
