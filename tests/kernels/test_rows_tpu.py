@@ -238,6 +238,10 @@ def test_two_cores_with_a_block_each_keep_one_buffer_as_one_core_with_one_block_
     assert min(onchip_bytes(1536, "v5p")) > 1.4 * max(onchip_bytes(1024, "v5p"))
 
 
+def _arrays(problem):
+    return [x for each in problem.arrays for x in each]
+
+
 def drawn(chip, count, seed):
     """Problems and schedules that the model calls legal, of few blocks: a compiler's report costs time by the block."""
     rng = random.Random(seed)
@@ -249,9 +253,9 @@ def drawn(chip, count, seed):
         if not fits.any():
             continue
         schedule = space.schedule(**found.row(rng.choice(np.flatnonzero(fits).tolist())))
-        # An array so small that XLA may keep it in VMEM itself needs no window.
-        least = min(x.size * x.dtype.itemsize for x in whole.results() if x.ndim > 1) if name != "cross_entropy" else 512 * 4096
-        rows = schedule.rows * max(3, -(-(2**25) // (least // 4096 * schedule.rows)))
+        # Rows of less than 32 MiB need no window if XLA keeps them in VMEM itself.
+        rows_bytes = [columns * x.parts * jnp.dtype(x.dtype).itemsize for x in _arrays(whole) if x.kind == "row"]
+        rows = schedule.rows * max(3, -(-(2**25 // min(rows_bytes)) // schedule.rows))
         if rows <= 64 * schedule.rows:
             yield dataclasses.replace(whole, rows=rows), schedule
             count -= 1
@@ -262,8 +266,9 @@ def drawn(chip, count, seed):
 def test_vmem_is_what_the_compiler_allots_but_for_spills(chip, tmp_path):
     asked = json.loads(compiled(__file__, chip, tmp_path, "12").splitlines()[-1])
     assert len(asked) == 12
-    for case, predicted, allotted in asked:
-        assert predicted == allotted, case
+    for case, predicted, allotted, of_rows in asked:
+        # XLA may keep scalars and sums over rows in VMEM itself.
+        assert predicted == allotted if of_rows else 0.9 * predicted <= allotted <= predicted, case
 
 
 def _compile(chip, count):
@@ -275,7 +280,8 @@ def _compile(chip, count):
             problem.operands(),
             hardware,
         )
-        yield f"{problem} {schedule}", int(demand.onchip_bytes[0]), said.onchip_bytes - said.spill_bytes
+        of_rows = all(x.kind in ("row", "shared") for x in _arrays(problem))
+        yield f"{problem} {schedule}", int(demand.onchip_bytes[0]), said.onchip_bytes - said.spill_bytes, of_rows
 
 
 if __name__ == "__main__":
