@@ -6,12 +6,12 @@
     python benchmarks/rows.py --points layer_norm_backward,quantize_rows
 
 Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
-best Pallas schedule, the final answer and the library's program, and time them in turns with XLA's program for what
-people write (`rows_rivals`), and with PyTorch's functions, eager and compiled (`rows_torch`), of which the faster
-counts. A copy of as many bytes follows. Rates count each operand read once and each result written once. Ratios are the
-other's time over ours: above one is faster. The *floor* of a problem is its bytes over the best rate of the run's large
-copies; "of floor" is a time over the floor. The result has the rows of this command, and those of the earlier result in
-the same place that still hold. `table` is all operations but the forward passes of `FORWARD`.
+best Pallas schedule, the final answer and the library's program, once each, and time them in turns with XLA's program
+for what people write (`rows_rivals`), and with PyTorch's functions, eager and compiled (`rows_torch`), of which the
+faster counts. A copy of about as many bytes follows. Rates count each operand read once and each result written once.
+Ratios are the other's time over ours: above one is faster. The *floor* of a problem is its bytes over the best rate of
+large copies; "of floor" is a time over the floor. The result has the rows of this command, and those of the earlier
+result in the same place that still hold. `table` is all operations but the forward passes of `FORWARD`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -30,7 +31,7 @@ from typing import Any
 import rows_torch
 import suite
 from harness import RESULTS, commit, posed, result_file
-from independent import REPETITIONS, Candidate, FreshProcesses, WithTorch, conditions, time_in_rounds, times_of
+from independent import REPETITIONS, Candidate, FreshProcesses, Timed, WithTorch, conditions, time_in_rounds, times_of
 from rich.console import Console
 from rich.table import Table
 from rows_rivals import AS_WRITTEN, COPY, CopyProblem, WrittenProblem
@@ -245,6 +246,8 @@ def measured(
         if (record := found(task.operation, task.problem, fresh.hardware, store)) is not None
     ]
 
+    copies: dict[CopyProblem, Timed] = {}
+
     def conditions_of(case: tuple[jobs.Task, Record]) -> dict[str, Any]:
         task, record = case
         return conditions(task.operation, task.problem, candidates(task, record, fresh, skipped), fresh, options.rounds)
@@ -252,14 +255,24 @@ def measured(
     return time_all(
         cases,
         conditions_of,
-        lambda case: row(*case, fresh, options.rounds, skipped),
+        lambda case: row(*case, fresh, options.rounds, skipped, copies),
         options.work / "judged.jsonl",
         deadline,
     )
 
 
-def row(task: jobs.Task, record: Record, fresh: Any, rounds: int, skipped: frozenset[str]) -> dict[str, Any]:
+def row(
+    task: jobs.Task,
+    record: Record,
+    fresh: Any,
+    rounds: int,
+    skipped: frozenset[str],
+    done: dict[CopyProblem, Timed],
+) -> dict[str, Any]:
     """One line of the result; a rival that failed has no time, and the line says why.
+
+    Args:
+      done: copies that this command has timed.
 
     Raises:
       SystemExit: a schedule that the record names does not run, or is wrong.
@@ -282,7 +295,7 @@ def row(task: jobs.Task, record: Record, fresh: Any, rounds: int, skipped: froze
         },
         rounds,
     )
-    copied, copies = _copies(problem, fresh, rounds)
+    copied, copies = _copies(problem, fresh, rounds, done)
     failures = outcome.failures | copies.failures
     if wrong := {name: failure for name, failure in failures.items() if name in {*entries} - rivals}:
         raise SystemExit(f"{task}: {wrong}")
@@ -310,17 +323,20 @@ def row(task: jobs.Task, record: Record, fresh: Any, rounds: int, skipped: froze
     return line
 
 
-def _copies(problem: RowProblem, fresh: Any, rounds: int) -> tuple[CopyProblem, Any]:
-    """Times copies that read and write as many bytes, alone: other operands make a process give up these."""
-    columns = problem.columns_of_program
-    copied = CopyProblem(max(1, round(problem.bytes_moved / 4 / columns)), columns)
-    tasks = {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}
-    if isinstance(fresh, WithTorch):
-        tasks["copy by torch"] = Task(COPY, copied, TORCH, {"mode": rows_torch.EAGER}, REPETITIONS)
-    return copied, time_in_rounds(fresh, tasks, rounds)
+def _copies(problem: RowProblem, fresh: Any, rounds: int, done: dict[CopyProblem, Timed]) -> tuple[CopyProblem, Timed]:
+    """Times copies that move about as many bytes, by XLA and by torch, once for each power of two."""
+    columns = 4096
+    copied = CopyProblem(2 ** max(0, math.floor(math.log2(problem.bytes_moved / 4 / columns))), columns)
+    if copied not in done:
+        tasks = {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}
+        if isinstance(fresh, WithTorch):
+            tasks["copy by torch"] = Task(COPY, copied, TORCH, {"mode": rows_torch.EAGER}, REPETITIONS)
+        # Apart from the problem's candidates: other operands make a process give up those of the problem.
+        done[copied] = time_in_rounds(fresh, tasks, rounds)
+    return copied, done[copied]
 
 
-def _fastest(outcome: Any) -> Measurement | None:
+def _fastest(outcome: Timed) -> Measurement | None:
     """Returns the least time of the candidates of torch, or of the copies."""
     timed = [outcome.times(name) for name in outcome.rounds if name.split()[0] in (TORCH, "copy")]
     return min(timed, key=lambda joined: joined.median_s, default=None)

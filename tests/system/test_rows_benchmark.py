@@ -14,10 +14,9 @@ from search_spaces.problem import as_tuple
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rows as benchmark
-from independent import time_in_rounds
 from rows_rivals import AS_WRITTEN, WRITTEN, WrittenProblem
 
-from scheduler.measure.runner import InProcess, Task
+from scheduler.measure.runner import Task
 
 pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
 
@@ -53,9 +52,8 @@ def test_names_choose_operations_or_parts_of_problems():
         return [task.operation.name for task in benchmark.chosen_by(points, every)]
 
     assert names("quantize_rows,layer_norm") == ["layer_norm", "quantize_rows", "quantize_rows"]
-    assert sorted(names("cross_entropy")) == sorted(benchmark.CROSS_ENTROPY)
-    assert not {*names("table")} & {*benchmark.FORWARD}
-    assert len(names("")) == len(every)
+    assert {*names("cross_entropy")} == {*benchmark.CROSS_ENTROPY}
+    assert {*names("")} - {*names("table")} == {*benchmark.FORWARD}
     with pytest.raises(SystemExit, match="there are table"):
         names("nothing")
 
@@ -78,27 +76,31 @@ def row(operation, columns, *, pallas=4.0, vs_xla=1.2, size=2**27, dtype="bfloat
 
 
 def test_the_summary_takes_the_worst_of_what_each_figure_is_about():
-    figures = benchmark.summary(
-        [
-            row("softmax", 4096, pallas=4.2, vs_xla=1.15),
-            row("softmax", 32768, pallas=4.1, vs_xla=2.3),
-            row("softmax", 131072, pallas=4.3, vs_xla=2.4),
-            row("softmax", 262144, pallas=3.0, vs_xla=1.0),
-            row("softmax", 4096, pallas=1.0, vs_xla=0.5, size=2**20),
-            row("softmax", 4096, pallas=1.0, vs_xla=0.5, dtype="float32", final=0.98),
-            row("rms_norm", 65536, pallas=4.0, vs_xla=1.8),
-            row("silu_and_mul", 4096, vs_xla=1.04, size=2**26),
-            row("silu_and_mul", 4096, vs_xla=0.9, size=2**25),
-        ]
+    rows = [
+        row("softmax", 4096, pallas=4.2, vs_xla=1.15),
+        row("softmax", 32768, pallas=4.1, vs_xla=2.3),
+        row("softmax", 262144, pallas=3.0, vs_xla=1.0),
+        row("softmax", 4096, pallas=1.0, vs_xla=0.5, size=2**20),
+        row("softmax", 4096, pallas=1.0, vs_xla=0.5, dtype="float32", final=0.98),
+        row("rms_norm", 65536, pallas=4.0, vs_xla=1.8),
+        row("silu_and_mul", 4096, vs_xla=1.04, size=2**26),
+        row("silu_and_mul", 4096, vs_xla=0.9, size=2**25),
+    ]
+    assert (
+        benchmark.summary(rows).items()
+        >= {
+            "softmax_tb_per_s_worst": 4.1,
+            "softmax_of_best_worst": 4.1 / 4.4,
+            "rms_norm_tb_per_s_worst": 4.0,
+            "softmax_vs_xla_worst": 1.15,
+            "softmax_long_vs_xla_worst": 2.3,
+            "rms_norm_long_vs_xla_worst": 1.8,
+            "silu_and_mul_vs_xla_worst": 1.04,
+            "final_vs_xla_worst": 0.98,
+        }.items()
     )
-    assert figures["softmax_tb_per_s_worst"] == 4.1
-    assert figures["softmax_of_best_worst"] == pytest.approx(4.1 / 4.4)
-    assert figures["rms_norm_tb_per_s_worst"] == 4.0
-    assert figures["softmax_vs_xla_worst"] == 1.15
-    assert figures["softmax_long_vs_xla_worst"] == 2.3
-    assert figures["rms_norm_long_vs_xla_worst"] == 1.8
-    assert figures["silu_and_mul_vs_xla_worst"] == 1.04
-    assert figures["final_vs_xla_worst"] == 0.98
+    # A large problem without a Pallas schedule counts as nothing.
+    assert benchmark.summary([*rows, row("softmax", 4096, pallas=None)])["softmax_tb_per_s_worst"] == 0.0
 
 
 def test_a_floor_is_the_bytes_at_the_best_rate_of_large_copies():
@@ -123,11 +125,6 @@ def test_a_floor_is_the_bytes_at_the_best_rate_of_large_copies():
     assert figures["vs_torch_worst"] == pytest.approx(0.6)
 
 
-def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing():
-    missing = row("softmax", 4096, pallas=None, vs_xla=None)
-    assert benchmark.summary([row("softmax", 1024), missing])["softmax_tb_per_s_worst"] == 0.0
-
-
 def test_a_rehearsal_searches_times_and_merges_what_commands_choose(tmp_path):
     where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path), "--cache", str(tmp_path / "cache.db")]
 
@@ -150,19 +147,6 @@ def test_a_rehearsal_searches_times_and_merges_what_commands_choose(tmp_path):
         assert not one["failures"]
 
 
-def test_what_is_written_and_ours_are_timed_in_turns_by_two_runners():
-    problem = load("rms_norm_backward").problem(rows=8, columns=128, dtype="float32")
-    written = WrittenProblem("rms_norm_backward", problem.canonical())
-    tasks = {
-        "xla": Task(AS_WRITTEN, written, "xla", {}, 2),
-        "library": Task(load("rms_norm_backward"), problem, "xla", {}, 2),
-    }
-    runner = benchmark.Processes(InProcess(), InProcess())
-    outcome = time_in_rounds(runner, tasks, 3)
-    runner.close()
-    assert [len(outcome.times(name).samples_s) for name in tasks] == [6, 6]
-
-
 @pytest.mark.parametrize("name", sorted({*WRITTEN} - {"group_norm"}))
 def test_what_people_write_of_rows_is_the_same_formula_rounded_more_often(name):
     problem = load(name).problem(rows=8, columns=512, dtype="bfloat16")
@@ -176,14 +160,12 @@ def test_what_people_write_of_rows_is_the_same_formula_rounded_more_often(name):
 
 @pytest.mark.parametrize("name", sorted({*WRITTEN} - {"group_norm", "quantize_rows"}))
 def test_the_backward_pass_of_what_people_write_has_the_gradients_of_ours(name):
-    backward = load(f"{name}_backward")
-    problem = backward.problem(rows=8, columns=512, dtype="float32")
-    written = WrittenProblem(backward.name, problem.canonical())
-    args = written.inputs(seed=0)
-    count = len(written.forward.operands())
-    forward = as_tuple(load(f"{name}_saving").problem(rows=8, columns=512, dtype="float32").reference(*args[:count]))
+    parts = [load(f"{name}_{part}").problem(rows=8, columns=512, dtype="float32") for part in ("saving", "backward")]
+    written = WrittenProblem(f"{name}_backward", parts[1].canonical())
+    args, count = written.inputs(seed=0), len(written.forward.operands())
+    forward = as_tuple(parts[0].reference(*args[:count]))
     saved = [(args if x.kind == "operand" else forward)[x.index] for x in written.forward.derivative().saved]
-    right = as_tuple(problem.reference(*saved, *args[count:]))
+    right = as_tuple(parts[1].reference(*saved, *args[count:]))
     for actual, wanted, tolerance in zip(written.compute(*args), right, written.tolerance(), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=tolerance.relative, atol=tolerance.absolute)
 
