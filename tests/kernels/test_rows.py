@@ -382,8 +382,10 @@ def test_a_footprint_accounts_for_every_byte_once():
         found = footprint(problem, points)
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
         written = [x for x, o in zip(problem.results(), problem.arrays[1], strict=True) if o.kind != "row sum"]
-            np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, written)))
-        for number, x in enumerate(x for x in problem.operands() if len(x.shape) == 2):
+        np.testing.assert_allclose(found.tile.bytes_written * blocks, sum(map(nbytes, written)))
+        for number, x in enumerate(problem.operands()):
+            if len(x.shape) < 2:
+                continue
             (load,) = [load for load in found.step.loads if load.name == f"operand {number + 1}"]
             np.testing.assert_allclose(load.bytes * found.steps * blocks / nbytes(x), 1)
         assert np.all(found.step.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
@@ -395,7 +397,7 @@ def test_every_problem_has_a_schedule_that_fits_in_a_space_of_some_tens():
     def check(problem):
         found = footprint(problem, legal(problem))
         assert np.any(fits(found))
-        assert len(legal(problem)) <= 60
+        assert len(legal(problem)) <= 80
 
     assert failures(check, PROBLEMS, named) == []
 
