@@ -168,9 +168,7 @@ class RowProblem(Problem):
         plain = self.inputs(seed)
         special = checking.with_special_values(plain, kind, integers=False)
         kinds = [x.kind for x in self.arrays[0]]
-        return tuple(
-            x if kind == "scalar" else y for x, y, kind in zip(plain, special, kinds, strict=True)
-        )
+        return tuple(x if kind == "scalar" else y for x, y, kind in zip(plain, special, kinds, strict=True))
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return tuple(

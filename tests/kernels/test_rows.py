@@ -257,7 +257,9 @@ def test_sums_over_rows_are_right_to_the_last_ragged_edge(name):
     problem = load(operation).problem(rows, columns)
     for schedule in (
         RowSchedule("ring", vector=8, blocks=1, **fields),
-        RowSchedule("registers", vector=8, blocks=2, **{"rows": 1, **fields, "warps": min(4, fields["warps"]), "stages": 0}),
+        RowSchedule(
+            "registers", vector=8, blocks=2, **{"rows": 1, **fields, "warps": min(4, fields["warps"]), "stages": 0}
+        ),
     ):
         found = hopper.interpret(kernel_of(problem), problem, schedule, cores=2)
         for actual, expected in zip(*map(as_tuple, found), strict=True):
@@ -364,7 +366,9 @@ def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of
         assert np.all(in_chunks | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
         with_ends = in_chunks & (problem.columns % (32 * points.vector) != 0)
         assert np.all(with_ends | (problem.columns % points.vector == 0))
-        assert np.all(~with_ends | (points.vector * problem.operands()[0].dtype.itemsize == 16)), "lines start at multiples of 16 bytes"
+        assert np.all(~with_ends | (points.vector * problem.operands()[0].dtype.itemsize == 16)), (
+            "lines start at multiples of 16 bytes"
+        )
         assert np.all(
             ~in_chunks | (points.cluster * points.warps * points.accesses * 32 * points.vector <= problem.columns)
         )
@@ -498,8 +502,7 @@ def test_every_rule_drops_what_no_other_rule_drops():
         points = space(problem).points()
         with np.errstate(divide="ignore"):  # points that another rule drops may have chunks of no accesses
             holds = {
-                reason: np.broadcast_to(rule(points), len(points))
-                for reason, rule in space(problem).rules.items()
+                reason: np.broadcast_to(rule(points), len(points)) for reason, rule in space(problem).rules.items()
             }
         for reason, column in holds.items():
             others = np.all([other for name, other in holds.items() if name != reason], axis=0)

@@ -392,7 +392,11 @@ class SmemResident(RowPartition):
 
 
 def smem_resident(
-    program: Program, plan: SmemResident, results: Sequence[jax.ShapeDtypeStruct], arrays: Sequence[jax.Array], rows: int
+    program: Program,
+    plan: SmemResident,
+    results: Sequence[jax.ShapeDtypeStruct],
+    arrays: Sequence[jax.Array],
+    rows: int,
 ) -> list[jax.Array]:
     """Runs the kernel, with a CTA for each part of a row."""
     return launch(_one_row, program, plan, results, arrays, row=rows)
@@ -416,7 +420,10 @@ def _one_row(cta: Cta[SmemResident]) -> None:
     rows = cta.rows(row.index)
     kept = [
         [
-            {v: plan.layout.load_flat(*rows.at(v, row.start.lines + cta.start_of(jnp.int32(chunk)) + at)) for v in rows.values}
+            {
+                v: plan.layout.load_flat(*rows.at(v, row.start.lines + cta.start_of(jnp.int32(chunk)) + at))
+                for v in rows.values
+            }
             for at in cta.starts
         ]
         for chunk in range(plan.register_chunks)

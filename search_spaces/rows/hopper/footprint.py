@@ -104,7 +104,9 @@ def _of_pipeline(p: RowProblem, s: Columns, cores: int) -> Footprint:
     )
 
 
-def _footprint_of_chunks(p: RowProblem, s: Columns, plan: RowPartition, *, register_chunks: Any, steps: Any) -> Footprint:
+def _footprint_of_chunks(
+    p: RowProblem, s: Columns, plan: RowPartition, *, register_chunks: Any, steps: Any
+) -> Footprint:
     program = online(p.program)
     arrays, shared, operands = _Arrays(p), _Shared(p), len(row_inputs(program))
     costs, passes = program.costs(again=True), len(program.stages) + 1

@@ -109,7 +109,10 @@ class RegisterPlan:
     def smem_bytes(self, program: Program) -> Any:
         """Returns the SMEM of one block."""
         ring = sum(
-            round_up(self.stages * self.group * operand.parts * self.columns * jnp.dtype(operand.dtype).itemsize, SMEM_ALIGNMENT)
+            round_up(
+                self.stages * self.group * operand.parts * self.columns * jnp.dtype(operand.dtype).itemsize,
+                SMEM_ALIGNMENT,
+            )
             for operand in program.operands
             if operand.kind == "row"
         )
@@ -198,9 +201,7 @@ class _Block:
         plan, by_row = self.plan, self._by_row
         copies = len(by_row) * self.group
         buffers = [
-            plgpu.SMEM(
-                (plan.stages, self.group, self.program.operands[i].parts * plan.columns), self.operands[i].dtype
-            )
+            plgpu.SMEM((plan.stages, self.group, self.program.operands[i].parts * plan.columns), self.operands[i].dtype)
             for i in by_row
         ]
         partials = plan.partials(self.program)

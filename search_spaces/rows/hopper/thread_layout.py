@@ -276,7 +276,6 @@ class PartialsBuffer:
                 store(partials.at[number, pl.ds(first, WARPS)], numbers)
             plgpu.barrier_arrive(barrier)
 
-
         @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[OF_WARPS for _ in of_warps]))
         def write_to_all(_: Any, partials: Any, first: Any, *of_warps: Any) -> None:
             bits = ir.IntegerType.get_signless(32)
