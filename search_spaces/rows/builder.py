@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -39,9 +39,16 @@ _BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_nonzero"})
 class Builder:
     """Equations of a program, each distinct one once, with algebra that saves stages and divisions."""
 
-    def __init__(self, columns: int, operands: Sequence[Operand], *, hoists: bool = True) -> None:
-        """Makes a builder; `hoists` is whether scalars are taken out of sums."""
-        self.columns, self.operands, self.hoists = columns, tuple(operands), hoists
+    def __init__(
+        self, columns: int, operands: Sequence[Operand], *, hoists: bool = True, distributes: bool = False
+    ) -> None:
+        """Makes a builder.
+
+        Args:
+          hoists: take scalars out of sums.
+          distributes: sum terms separately if that saves a stage. Large terms that cancel then lose digits.
+        """
+        self.columns, self.operands, self.hoists, self.distributes = columns, tuple(operands), hoists, distributes
         self.inputs: list[Input] = []
         self.equations: list[Equation] = []
         self.known: dict[Any, int] = {}
@@ -165,7 +172,22 @@ class Builder:
             if rest != atom and self.level(rest) < self.level(atom):
                 total = self.reduce(name, rest)
                 return functools.reduce(lambda x, y: self.emit("mul", x, y), factors, total)
+        if name == "reduce_sum" and self.distributes and self.level(atom):
+            terms = list(self._terms(atom))
+            if len(terms) > 1 and all(self.level(self._factors(x)[1]) < self.level(atom) for _, x in terms):
+                sums = [self.reduce(name, x) if sign > 0 else self.emit("neg", self.reduce(name, x)) for sign, x in terms]
+                return functools.reduce(lambda x, y: self.emit("add", x, y), sums)
         return self.emit(name, atom)
+
+    def _terms(self, atom: Atom, sign: int = 1) -> Iterator[tuple[int, Atom]]:
+        """Yields the terms of a sum or difference, each with its sign."""
+        if (negated := self.made_by(atom, "neg")) is not None:
+            yield from self._terms(negated.inputs[0], -sign)
+        elif (sum_ := self.made_by(atom, "add", "sub")) is not None:
+            yield from self._terms(sum_.inputs[0], sign)
+            yield from self._terms(sum_.inputs[1], sign if sum_.name == "add" else -sign)
+        else:
+            yield sign, atom
 
     def _is_centred(self, atom: Atom) -> bool:
         """Returns whether a value is x - mean(x), whose sum is zero."""
@@ -363,6 +385,8 @@ def _constants(jaxpr: Any) -> dict[Any, Value]:
 
 
 def _require_narrow(dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        raise NoProgram(f"has {dtype} arrays, as random bits do")
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.dtype(dtype).itemsize > 4 or dtype == jnp.uint32:
         raise NoProgram(f"has {dtype} arrays: kernels on rows compute in float32 and int32")
 
@@ -480,7 +504,8 @@ class _Reader:
             if len(atoms) != 1:
                 raise NoProgram(f"returns {len(atoms)} elements per row, which is neither a row nor one element")
             return Result("scalar", dtype, atoms)
-        if self.segments is not None and (found.summed if not summed else not (found.mapped or found.summed)):
+        zero = all(isinstance(x, Number) and x.value == 0 for x in atoms)  # the gradient of an array that is not read
+        if self.segments is not None and (found.summed if not summed else not (found.mapped or found.summed or zero)):
             raise NoProgram("returns a sum over segments")
         if self.segments is not None and not found.mapped and not summed:
             raise NoProgram("returns a segment that is the same for all segments")
@@ -540,7 +565,19 @@ class _Reader:
         return _SAME.get(node.name, node.name)
 
     def _elementwise(self, node: Node, name: str) -> Array:
+        arrays = [self._array(x) for x in node.inputs]
+        if any(x.summed for x in arrays):
+            return self._of_sums(name, arrays)
         return self._map(lambda *atoms: self.make.emit(name, *atoms), *map(self._array, node.inputs))
+
+    def _of_sums(self, name: str, arrays: Sequence[Array]) -> Array:
+        """Returns a linear function of sums over segments as the sum of that function of each segment."""
+        numbers = [x for x in arrays if not x.summed and isinstance(x.blocks.reshape(-1)[0], Number)]
+        linear = name in ("add", "sub", "neg") if not numbers else name == "mul" or (name == "div" and arrays[0].summed)
+        if not linear or any(not x.summed for x in arrays if x not in numbers):
+            raise NoProgram("computes with a sum over segments")
+        atoms = [x.blocks.reshape(-1)[0] for x in arrays]
+        return Array(_objects([self.make.emit(name, *atoms)], (1,)), vector=True, summed=True)
 
     def _map(self, emit: Callable[..., Atom], *arrays: Array) -> Array:
         """Applies an equation to arrays of the same shape, or scalars."""
@@ -606,7 +643,10 @@ class _Reader:
 
     def _convert_element_type(self, node: Node) -> Array:
         before, after = node.inputs[0].dtype, node.params["new_dtype"]
-        return self._map(lambda x: self.make.convert(x, before, after), self._array(node.inputs[0]))
+        x = self._array(node.inputs[0])
+        if x.summed and jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating):
+            return x  # a sum over rows is float32
+        return self._map(lambda x: self.make.convert(x, before, after), x)
 
     def _reduce_precision(self, node: Node) -> Array:
         bits = node.params["exponent_bits"], node.params["mantissa_bits"]
@@ -782,17 +822,22 @@ class _Reader:
     def _first(self, node: Node, name: str) -> Array:
         """Returns the first column of the extreme element; NaN is the extreme of a row that has one."""
         x, make = self._array(node.inputs[0]), self.make
-        if x.blocks.size != 1 or not x.vector or self.segments is not None or self.columns > 2**24:
+        if x.blocks.size != 1 or not x.vector or x.summed or self.columns > 2**24:
+            _no_shape(node)
+        if self.segments is not None and not (x.mapped and node.params["axes"] == (1,)):
             _no_shape(node)
         atom = x.blocks.reshape(-1)[0]
         extreme = make.reduce(name, atom)
         is_it = make.emit("or", make.emit("eq", atom, extreme), make.emit("ne", atom, atom))
         column = make.emit("to_float", make.emit("index", dtype="int32"), dtype="float32")
         first = make.reduce("reduce_min", make.emit("where", is_it, column, Number(float(self.columns))))
-        return Array(_objects([make.convert(first, "float32", "int32")], ()), vector=False)
+        shape = () if self.segments is None else (1,)
+        return Array(_objects([make.convert(first, "float32", "int32")], shape), vector=False, mapped=x.mapped)
 
     def _iota(self, node: Node) -> Array:
         shape, axis = node.params["shape"], node.params["dimension"]
+        if self.segments is not None and shape in (self.segments, (self.columns,)) and axis == len(shape) - 1:
+            return Array(_objects([self._column(0, node.params["dtype"])], (1,)), vector=True, mapped=len(shape) == 2)
         if self.segments is not None or axis != len(shape) - 1 or shape[-1] % self.columns:
             _no_shape(node)
         parts = [self._column(part, node.params["dtype"]) for part in range(shape[-1] // self.columns)]
@@ -904,9 +949,9 @@ def _number(x: Any) -> Number:
     return Number(float(value), within(str(value.dtype)))
 
 
-def rebuilt(program: Program) -> Program:
+def rebuilt(program: Program, *, distributes: bool = False) -> Program:
     """Returns the program with its equations simplified again, as those of a new builder."""
-    make = Builder(program.columns, program.operands)
+    make = Builder(program.columns, program.operands, distributes=distributes)
     moved: dict[int, Atom] = {x: make.read(*dataclasses.astuple(read)) for x, read in enumerate(program.inputs)}
 
     def at(atom: Atom) -> Atom:

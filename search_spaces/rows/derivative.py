@@ -187,7 +187,7 @@ def _halved(
     saved = sorted({x for x, _ in stops.values() if isinstance(x, Saved)}, key=lambda x: (x.kind, x.index))
     declared = [whole.operands[x.index] if x.kind == "operand" else _declared(forward.results[x.index]) for x in saved]
     backward = _program(whole, stops, kept, saved, [*declared, *whole.operands[operands:]], gradients)
-    return forward, tuple(saved), rebuilt(backward)
+    return forward, tuple(saved), rebuilt(backward, distributes=True)
 
 
 def _unrounded(program: Program, atom: Atom) -> Atom:
