@@ -14,8 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from search_spaces.rows.builder import NoProgram, pruned, rebuilt, trace
+from search_spaces.rows.builder import NoProgram, pruned, rebuilt
 from search_spaces.rows.program import REDUCTIONS, Atom, Input, Number, Operand, Program, Result, evaluate
+from search_spaces.rows.reader import trace
 
 
 @dataclasses.dataclass(frozen=True)

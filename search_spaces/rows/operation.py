@@ -18,7 +18,7 @@ from search_spaces.front_end import lead, require_array, unsupported_reason, wea
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import as_tuple, nbytes
-from search_spaces.rows.builder import NoProgram, trace
+from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.hopper import HopperRows
 from search_spaces.rows.problem import (
@@ -34,6 +34,7 @@ from search_spaces.rows.problem import (
     shard,
 )
 from search_spaces.rows.program import evaluate
+from search_spaces.rows.reader import trace
 from search_spaces.rows.tpu import TpuRows
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target, not_interpreted

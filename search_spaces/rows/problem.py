@@ -17,9 +17,9 @@ import numpy.typing as npt
 from search_spaces import checking
 from search_spaces.front_end import in_front
 from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
-from search_spaces.rows.builder import trace
 from search_spaces.rows.derivative import Derivative, differentiate, one_row
 from search_spaces.rows.program import Operand, Program, evaluate, parse
+from search_spaces.rows.reader import trace
 from search_spaces.sharding import Sharding
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -15,7 +15,6 @@ from search_spaces import Columns, Target, load
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.formulas import (
-    ADD_RMS_NORM,
     RMS_NORM,
     SILU_AND_MUL,
     SOFTMAX,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
 from search_spaces.hopper import WARP, WARPS
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, ChunkLayout, PartialsBuffer, ThreadLayout

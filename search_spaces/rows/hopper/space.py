@@ -8,18 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, WARPS, not_hopper
-from search_spaces.problem import nbytes
+from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, not_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, chunk_bytes, row_inputs, statistics
-from search_spaces.rows.hopper.partition import RowPartition
+from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, chunk_bytes, row_inputs
 from search_spaces.rows.hopper.registers import RegisterPlan
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program
-from search_spaces.space import Choice, Columns, Rule, Space, round_up
+from search_spaces.space import Choice, Columns, Rule, Space
 from search_spaces.target import Target
 
 # Maximum elements of a row per thread: the number of its registers. Where no other residency takes longer rows, a
