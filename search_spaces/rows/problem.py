@@ -91,7 +91,7 @@ class RowProblem(Problem):
         )
 
     def special(self) -> tuple[str, ...]:
-        return checking.kinds_of([s.dtype for s in self.operands()])
+        return checking.kinds_of([s.dtype for s in self.operands() if jnp.issubdtype(s.dtype, jnp.floating)])
 
     @property
     def columns_of_program(self) -> int:
@@ -151,20 +151,8 @@ class RowProblem(Problem):
         rounds = [self.program.equation(x) for x in read]
         return sum(float(jnp.finfo(e.params[0]).eps) for e in rounds if e is not None and e.name == "round")
 
-    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Draws operands; integers of which there is one per row are columns."""
-        columns = self.arrays[0][0].parts * self.columns_of_program
-        found = []
-        for x, declared in zip(super().inputs(seed), self.arrays[0], strict=True):
-            is_column = declared.kind == "scalar" and jnp.issubdtype(x.dtype, jnp.integer)
-            found.append(jnp.abs(x // 2) % columns if is_column else x)
-        return tuple(found)
-
-    def special(self) -> tuple[str, ...]:
-        return checking.kinds_of([s.dtype for s in self.operands() if jnp.issubdtype(s.dtype, jnp.floating)])
-
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Returns operands with special values in rows and shared vectors: numbers per row are statistics or columns."""
+        """Returns operands with special values in rows and shared vectors; elements per row are as in `inputs`."""
         plain = self.inputs(seed)
         special = checking.with_special_values(plain, kind, integers=False)
         kinds = [x.kind for x in self.arrays[0]]

@@ -297,7 +297,7 @@ BIG = float(np.finfo(np.float32).max)
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    # The hardware's tanh is off by 2^-11 (PTX ISA, tanh.approx). Near 0, the quotient cancels; a Taylor series does not.
+    # The hardware's tanh is off by 2^-11 (PTX ISA, tanh.approx). Near 0 the quotient cancels, and a series does not.
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     far = 1 - 2 / (1 + jnp.exp(2 * x))
@@ -347,7 +347,7 @@ def _round(x: jax.Array, dtype: str, bounded: bool = False) -> jax.Array:
 
 
 def _to_int(x: jax.Array, least: float, most: float) -> jax.Array:
-    """Converts to integers as XLA does: towards zero, with values out of range at the end of the range, and NaN at 0."""
+    """Converts to integers as XLA does: towards zero, clipped to the range of the type, and NaN to 0."""
     bounded = jnp.minimum(jnp.maximum(x, F32(least)), F32(most))
     return jnp.where(x == x, bounded, F32(0)).astype(jnp.int32)
 

@@ -118,7 +118,7 @@ class Shapes(abc.ABC):
             return Array(x.blocks, vector=True, mapped=wide)
         if x.mapped and not x.vector and at == {0} and (wide or kept) and len(shape) == 2:
             return Array(x.blocks, vector=wide, mapped=True)
-        no_shape(node)
+        return no_shape(node)
 
     def _slice(self, node: Node) -> Array:
         x, params = self._array(node.inputs[0]), node.params

@@ -242,10 +242,10 @@ def test_rows_are_right_to_the_last_ragged_edge(name):
 
 
 RINGS = {
-    "a warpgroup a row, the last fragment overlaps": ("layer_norm_backward", 300, 1304, dict(warps=4, stages=2)),
-    "two warpgroups a row, rows in turn": ("rms_norm_backward", 41, 2056, dict(warps=8, stages=3)),
-    "a warp a row, the last rows overlap": ("layer_norm_backward", 603, 512, dict(warps=1, stages=2)),
-    "a warp a row, two rows each": ("add_rms_norm_backward", 77, 256, dict(warps=1, rows=2, stages=2)),
+    "a warpgroup a row, the last fragment overlaps": ("layer_norm_backward", 300, 1304, {"warps": 4, "stages": 2}),
+    "two warpgroups a row, rows in turn": ("rms_norm_backward", 41, 2056, {"warps": 8, "stages": 3}),
+    "a warp a row, the last rows overlap": ("layer_norm_backward", 603, 512, {"warps": 1, "stages": 2}),
+    "a warp a row, two rows each": ("add_rms_norm_backward", 77, 256, {"warps": 1, "rows": 2, "stages": 2}),
 }
 
 
