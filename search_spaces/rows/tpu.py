@@ -64,38 +64,36 @@ def whole_rows(
     """
     program, blocks = plan.program, pl.cdiv(rows, s.rows)
     loop = RowLoop(s.columns, s.lanes, s.fragments)
-    sums = program.sums_rows
-    each = pl.cdiv(blocks, min(cores, blocks)) if sums else 1
+    # A core adds the rows of all of its blocks to the same window.
+    each = pl.cdiv(blocks, min(cores, blocks)) if program.sums_rows else 1
+    outer = pl.cdiv(blocks, each)
+    # libtpu's estimate aborts over a grid with an axis of one step.
+    grid = {"parallel": outer, "arbitrary": each} if outer > 1 and each > 1 else {"arbitrary": each} if each > 1 else {"parallel": outer}
 
-    def number(*at: Any) -> Any:
-        return jnp.minimum(at[0] * each + at[1], blocks - 1) if sums else at[0]
+    def place(*at: Any) -> tuple[Any, Any]:
+        """Returns the core and its step."""
+        return (at[0], at[1]) if len(grid) == 2 else (0, at[0]) if each > 1 else (at[0], 0)
 
     def kernel(*refs: Any) -> None:
         windows, results = refs[: len(arrays)], refs[len(arrays) :]
-        at = (pl.program_id(0), pl.program_id(1)) if sums else (pl.program_id(0),)
+        core, turn = place(*map(pl.program_id, range(len(grid))))
+        block = core * each + turn
 
-        def compute_rows(there: Any) -> None:
-            step = Step(plan, there, s.step_rows, windows)
+        def compute_rows(at: Any) -> None:
+            step = Step(plan, at, s.step_rows, windows)
             known = step.scalars()
             for level, stage in enumerate(program.stages, 1):
                 reducer = Reducer(program, stage)
                 known = step.after(level, known | reducer.known(reducer.reduce(step, loop, known)))
-            counted = rows - number(*at) * s.rows - there.start if rows % s.rows else None
-            compute(step, loop, known, results, counted)
+            compute(step, loop, known, results, rows - block * s.rows - at.start if rows % s.rows else None)
 
-        if not sums:
-            over_rows(s.rows, s.step_rows, compute_rows)
-            return
-
-        @pl.when(at[1] == 0)
-        def _() -> None:
+        def start() -> None:
             for result, out in zip(program.results, results, strict=True):
                 if result.kind == "row sum":
                     out[...] = jnp.zeros_like(out)
 
-        @pl.when(at[0] * each + at[1] < blocks)
-        def _() -> None:
-            over_rows(s.rows, s.step_rows, compute_rows)
+        pl.when(turn == 0)(start)
+        pl.when(outer * each == blocks or block < blocks)(lambda: over_rows(s.rows, s.step_rows, compute_rows))
 
     def whole(shape: tuple[int, ...], kind: str) -> pl.BlockSpec:
         match kind:
@@ -104,19 +102,23 @@ def whole_rows(
             case "shared":
                 return pl.BlockSpec(shape, lambda *at: (0, 0))
             case "row sum":
-                return pl.BlockSpec((SUBLANES, shape[1]), lambda *at: (at[0], 0))
-        return pl.BlockSpec((s.rows, shape[1]), lambda *at: (number(*at), 0))
+                return pl.BlockSpec((SUBLANES, shape[1]), lambda *at: (place(*at)[0], 0))
+
+        def index(*at: Any) -> tuple[Any, int]:
+            core, turn = place(*at)
+            return core * each + turn if outer * each == blocks else jnp.minimum(core * each + turn, blocks - 1), 0
+
+        return pl.BlockSpec((s.rows, shape[1]), index)
 
     kinds = [program.operands[x.operand].kind for x in plan.windows]
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(blocks, each), each) if sums else (blocks,),
+        grid=tuple(grid.values()),
         in_specs=[whole(x.shape, kind) for x, kind in zip(arrays, kinds, strict=True)],
         out_specs=[whole(x.shape, r.kind) for x, r in zip(outs, program.results, strict=True)],
         out_shape=list(outs),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary") if sums else ("parallel",),
-            vmem_limit_bytes=limit_or_none(s.vmem_limit_mib),
+            dimension_semantics=tuple(grid), vmem_limit_bytes=limit_or_none(s.vmem_limit_mib)
         ),
         name=name,
     )(*arrays)
