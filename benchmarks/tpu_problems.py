@@ -41,6 +41,10 @@ PROBLEMS: Mapping[str, Sequence[Fields]] = {
     "softmax": _ROWS,
     "rms_norm": _ROWS,
     "add_rms_norm": _ROWS,
+    "layer_norm": _ROWS,
+    "layer_norm_backward": _ROWS,
+    "cross_entropy": _ROWS,
+    "quantize_rows": _ROWS,
     "silu_and_mul": _ROWS,
     "silu_and_mul_backward": _ROWS,
     "flash_attention": (

@@ -22,7 +22,7 @@ from search_spaces.rows.program import Program, within
 from search_spaces.rows.tpu_kernels import ChunkGrid, Plan, Reducer, RowLoop, Step, compute, over_rows, plan
 from search_spaces.space import Column, Columns, Space, cdiv, round_up
 from search_spaces.target import Target
-from search_spaces.tpu import ALLOCATION_BYTES, LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes, limit_or_none
+from search_spaces.tpu import LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes, limit_or_none, window_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +64,34 @@ def whole_rows(
     """
     program, blocks = plan.program, pl.cdiv(rows, s.rows)
     loop = RowLoop(s.columns, s.lanes, s.fragments)
-    sums = program.sums_rows
-    each = pl.cdiv(blocks, min(cores, blocks)) if sums else 1
+    # A core adds the rows of all of its blocks to the same window.
+    each = pl.cdiv(blocks, min(cores, blocks)) if program.sums_rows else 1
+    axes: list[tuple[int, Any]] = [(pl.cdiv(blocks, each), "parallel"), (each, "arbitrary")]
+    uneven = axes[0][0] * each != blocks
+    # libtpu's estimate aborts over a grid with an axis of one step.
+    grid = [x for x in axes if x[0] > 1] or axes[:1]
 
-    def number(*at: Any) -> Any:
-        return jnp.minimum(at[0] * each + at[1], blocks - 1) if sums else at[0]
+    def place(*at: Any) -> tuple[Any, Any]:
+        """Returns the core, and the block."""
+        core = at[0] if axes[0] in grid else 0
+        return core, core * each + (at[-1] if axes[1] in grid else 0)
 
     def kernel(*refs: Any) -> None:
         windows, results = refs[: len(arrays)], refs[len(arrays) :]
-        at = (pl.program_id(0), pl.program_id(1)) if sums else (pl.program_id(0),)
+        core, block = place(*map(pl.program_id, range(len(grid))))
 
-        def compute_rows(there: Any) -> None:
-            step = Step(plan, there, s.step_rows, windows)
+        def compute_rows(at: Any) -> None:
+            step = Step(plan, at, s.step_rows, windows)
             known = step.scalars()
             for level, stage in enumerate(program.stages, 1):
                 reducer = Reducer(program, stage)
                 known = step.after(level, known | reducer.known(reducer.reduce(step, loop, known)))
-            counted = rows - number(*at) * s.rows - there.start if rows % s.rows else None
-            compute(step, loop, known, results, counted)
+            compute(step, loop, known, results, rows - block * s.rows - at.start if rows % s.rows else None)
 
-        if not sums:
-            over_rows(s.rows, s.step_rows, compute_rows)
-            return
-
-        @pl.when(at[1] == 0)
-        def _() -> None:
-            for result, out in zip(program.results, results, strict=True):
-                if result.kind == "row sum":
-                    out[...] = jnp.zeros_like(out)
-
-        @pl.when(at[0] * each + at[1] < blocks)
-        def _() -> None:
-            over_rows(s.rows, s.step_rows, compute_rows)
+        for result, out in zip(program.results, results, strict=True):
+            if result.kind == "row sum":
+                pl.when(block == core * each)(functools.partial(_zero, out))
+        pl.when(block < blocks if uneven else True)(lambda: over_rows(s.rows, s.step_rows, compute_rows))
 
     def whole(shape: tuple[int, ...], kind: str) -> pl.BlockSpec:
         match kind:
@@ -104,22 +100,30 @@ def whole_rows(
             case "shared":
                 return pl.BlockSpec(shape, lambda *at: (0, 0))
             case "row sum":
-                return pl.BlockSpec((SUBLANES, shape[1]), lambda *at: (at[0], 0))
-        return pl.BlockSpec((s.rows, shape[1]), lambda *at: (number(*at), 0))
+                return pl.BlockSpec((SUBLANES, shape[1]), lambda *at: (place(*at)[0], 0))
+
+        def index(*at: Any) -> tuple[Any, int]:
+            _, block = place(*at)
+            return jnp.minimum(block, blocks - 1) if uneven else block, 0
+
+        return pl.BlockSpec((s.rows, shape[1]), index)
 
     kinds = [program.operands[x.operand].kind for x in plan.windows]
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(blocks, each), each) if sums else (blocks,),
+        grid=tuple(extent for extent, _ in grid),
         in_specs=[whole(x.shape, kind) for x, kind in zip(arrays, kinds, strict=True)],
         out_specs=[whole(x.shape, r.kind) for x, r in zip(outs, program.results, strict=True)],
         out_shape=list(outs),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary") if sums else ("parallel",),
-            vmem_limit_bytes=limit_or_none(s.vmem_limit_mib),
+            dimension_semantics=tuple(kind for _, kind in grid), vmem_limit_bytes=limit_or_none(s.vmem_limit_mib)
         ),
         name=name,
     )(*arrays)
+
+
+def _zero(ref: Any) -> None:
+    ref[...] = jnp.zeros_like(ref)
 
 
 # ------------------------------------------------------------------------------
@@ -230,30 +234,19 @@ UNPACKED_BYTES = 9 * REGISTER_BYTES
 def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
     """Returns the footprint of each schedule."""
     program = plan(p.program, "window").program
+    operands, results = p.arrays
     blocks, chunks = cdiv(p.rows, s.rows), cdiv(program.columns, s.columns)
-    one = 1.0 / (blocks * chunks)
-    keeps = s.residency == "scratch"
-    counts = _loads(p.program, s)
-    names = [f"{x.kind} {number}" for number, x in enumerate(program.operands)]
-    results = p.arrays[1]
-    loads = [
-        Operand(
-            bytes=np.asarray(count * _hbm_bytes(p, program.operands[number]) * one), axes=(0, 1), name=names[number]
-        )
-        for number, count in counts.items()
-        if program.operands[number].kind in ("row", "scalar")
-    ]
-    shared = [number for number in counts if program.operands[number].kind == "shared"]
-    loads += [
-        Operand(bytes=counts[number] * program.columns * 4.0 / chunks, axes=(1,), name=names[number])
-        for number in shared
-    ]
-    sums = [x for x in results if x.kind == "row sum"]
-    of_sums = sum(x.parts * round_up(program.columns, LANES) * 4 for x in sums) * SUBLANES * target.cores
+    loads = []
+    for number, count in _loads(p.program, s).items():
+        x = operands[number]
+        whole, axes = (program.columns * 4.0, (1,)) if x.kind == "shared" else (_hbm_bytes(p, x) / blocks, (0, 1))
+        if x.kind != "number":
+            loads.append(Operand(bytes=count * whole / chunks, axes=axes, name=f"{x.kind} {number}"))
+    converted = sum(x.axes == (1,) for x in loads) + program.sums_rows
     elements = round_up(s.rows, SUBLANES) * round_up(s.columns, LANES)
     # With a scratch array, the grid has one more round than blocks per core: it loads the first block and computes
     # nothing.
-    rounds = np.where(keeps, (blocks + np.minimum(target.cores, blocks)) / blocks, 1.0)
+    rounds = np.where(s.residency == "scratch", (blocks + np.minimum(target.cores, blocks)) / blocks, 1.0)
     fp32_ops, mufu_ops = program.costs(again=True)
     passes = len(program.stages) + 1
     return Footprint(
@@ -269,20 +262,21 @@ def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
             mufu_ops=mufu_ops * elements * rounds,
             iterations=cdiv(s.rows, s.step_rows) * passes * cdiv(s.columns, s.lanes * s.fragments) * rounds,
         ),
-        tile=Phase(bytes_written=(sum(_hbm_bytes(p, x) for x in results if x.kind != "row sum") + of_sums) * one),
+        tile=Phase(bytes_written=sum(_hbm_bytes(p, x, target.cores) for x in results) / (blocks * chunks)),
         onchip_bytes=_vmem_bytes(p, s, target),
         onchip_limit_bytes=limit_bytes(s.vmem_limit_mib),
         stages=BUFFERS,
         persistent=True,
-        launches=1 + len(shared) + len(sums),
+        launches=1 + converted,
     )
 
 
-def _hbm_bytes(p: RowProblem, x: Any) -> float:
-    """Returns the bytes of an array of rows or of scalars, each of which has 128 lanes of its own in HBM."""
-    return float(
-        p.rows * (LANES * 4 if x.kind == "scalar" else x.parts * p.columns_of_program * jnp.dtype(x.dtype).itemsize)
-    )
+def _hbm_bytes(p: RowProblem, x: Any, cores: int = 1) -> float:
+    """Returns the bytes of an array in HBM, where each scalar has 128 lanes of its own."""
+    columns = p.columns_of_program
+    of_sums = cores * SUBLANES * x.parts * round_up(columns, LANES) * 4
+    of_rows = p.rows * x.parts * columns * jnp.dtype(x.dtype).itemsize
+    return float({"scalar": p.rows * LANES * 4, "row sum": of_sums}.get(x.kind, of_rows))
 
 
 def _plans(program: Program, s: Columns) -> Mapping[str, tuple[Plan, Column]]:
@@ -301,6 +295,7 @@ def _loads(program: Program, s: Columns) -> dict[int, Column]:
 
 
 def _vmem_bytes(p: RowProblem, s: Columns, target: Target) -> npt.NDArray[np.int64]:
+    """Returns the VMEM of all windows and scratch arrays; XLA may keep small arrays in VMEM without a window."""
     blocks, chunks = cdiv(p.rows, s.rows), cdiv(p.columns_of_program, s.columns)
     once = (blocks == 1) | (blocks == target.cores)
     # A window has one buffer if its block never changes, in a grid of one step, or of one per core.
@@ -311,36 +306,32 @@ def _vmem_bytes(p: RowProblem, s: Columns, target: Target) -> npt.NDArray[np.int
             case "row":
                 return by_chunk * rows_bytes(s.rows, x.parts * s.columns, jnp.dtype(x.dtype).itemsize)
             case "shared":
-                return np.where(chunks > 1, BUFFERS, 1) * row_bytes(s.columns)
+                return window_bytes(1, s.columns, jnp.float32, np.where(chunks > 1, BUFFERS, 1))
             case "row sum":
                 return rows_bytes(SUBLANES, x.parts * round_up(s.columns, LANES), 4)
             case "scalar":
                 return by_block * rows_bytes(s.rows, 1, 4)
         return np.zeros(len(s), np.int64)
 
-    onchip: Any = sum(map(window, p.arrays[1]))
+    operands, results = p.arrays
+    onchip: Any = sum(map(window, results))
     for name, (made, chosen) in _plans(p.program, s).items():
-        taken: Any = sum(window(made.program.operands[x.operand]) for x in made.windows)
+        taken: Any = sum(window(operands[x.operand]) for x in made.windows)
         taken = taken + sum(chunks * rows_bytes(s.rows, s.columns, made.kept_dtype(x).itemsize) for x in made.kept)
-        if name in ("scratch", "reread"):
+        if name in CHUNKED:
             accumulators = len(Reducer(made.program, made.program.stages[0]).accumulators)
             taken = taken + (1 + (name == "scratch")) * accumulators * rows_bytes(s.rows, 1, 4)
-        shared = sum(made.program.operands[x.operand].kind == "shared" for x in made.windows)
         if target.architecture in REPLICATING:
+            shared = [operands[x.operand].kind for x in made.windows].count("shared")
             taken = taken + shared * REGISTER_BYTES * _registers_in_code(s)
         onchip = onchip + chosen * taken
-    few = p.rows <= SUBLANES // 2 and any(x.kind == "row" and jnp.dtype(x.dtype).itemsize == 2 for x in p.arrays[0])
-    return np.asarray(onchip + (UNPACKED_BYTES if few and target.architecture in UNPACKING else 0), dtype=np.int64)
+    few = p.rows <= SUBLANES // 2 and any(x.kind == "row" and jnp.dtype(x.dtype).itemsize == 2 for x in operands)
+    return np.asarray(onchip + few * (target.architecture in UNPACKING) * UNPACKED_BYTES, dtype=np.int64)
 
 
 def rows_bytes(rows: Column | int, columns: Column | int, itemsize: int) -> npt.NDArray[np.int64]:
     """Returns the VMEM of one buffer of rows: a tile is eight rows of 128 columns, for narrow types, too."""
     return np.asarray(round_up(rows, SUBLANES) * round_up(columns, LANES) * itemsize, dtype=np.int64)
-
-
-def row_bytes(columns: Column | int) -> npt.NDArray[np.int64]:
-    """Returns the VMEM of one buffer of ``float32[1, columns]``."""
-    return np.asarray(round_up(round_up(columns, LANES) * 4, ALLOCATION_BYTES), dtype=np.int64)
 
 
 def _registers_in_code(s: Columns) -> Column:
@@ -361,6 +352,9 @@ CHUNKS = (4096, 16384)
 LONG = 2**16
 
 
+CHUNKED = ("scratch", "reread")
+
+
 @functools.lru_cache(maxsize=1024)
 def residencies(program: Program) -> tuple[str, ...]:
     """Returns the residencies that a kernel of the program has.
@@ -368,36 +362,33 @@ def residencies(program: Program) -> tuple[str, ...]:
     Long rows are read in chunks if one pass reduces them, and if each row of an array is one vector. A chunk leaves no
     place for sums over rows.
     """
-    made = plan(program, "window").program
-    if not made.stages:
+    stages = plan(program, "window").program.stages
+    if not stages:
         return ("elements",)
-    arrays = [x.parts for x in program.operands if x.kind == "row"], [len(x.values) for x in program.results]
-    chunked = len(made.stages) == 1 and max(map(max, arrays)) == 1 and not program.sums_rows
-    return ("window", "scratch", "reread") if chunked and program.columns >= LONG else ("window",)
+    parts = [x.parts for x in program.operands if x.kind == "row"] + [len(x.values) for x in program.results]
+    chunked = len(stages) == 1 and max(parts) == 1 and not program.sums_rows and program.columns >= LONG
+    return ("window", *(CHUNKED if chunked else ()))
 
 
 def row_space(p: RowProblem) -> Space[RowSchedule]:
     """Returns the space of a problem."""
     columns, found = p.columns_of_program, residencies(p.program)
-    reduced = found != ("elements",)
-    kept = (
-        [plan(p.program, "scratch").kept_dtype(x).itemsize for x in plan(p.program, "scratch").kept]
-        if "scratch" in found
-        else []
-    )
+    reduced, chunked = found != ("elements",), len(found) > 1
+    made = plan(p.program, "scratch" if chunked else "window")
+    narrowest = min([made.kept_dtype(x).itemsize for x in made.kept], default=4)
     least, most = (8, 16) if reduced else (4, 8)
-    # Steps of narrow rows are whole tiles: "cannot statically prove that index in dimension 0 is a multiple of 32".
-    tile = (
-        4 * SUBLANES
-        if any(x.kind == "row" and jnp.dtype(x.dtype).itemsize == 1 for y in p.arrays for x in y)
-        else SUBLANES
-    )
+    narrow = any(x.kind == "row" and jnp.dtype(x.dtype).itemsize == 1 for each in p.arrays for x in each)
+    tile = SUBLANES * (4 if narrow else 1)
+
+    def registers(s: RowSchedule) -> int:
+        return s.step_rows // SUBLANES * (s.lanes // LANES) * s.fragments
+
     return Space(
         RowSchedule,
         choices={
             "residency": found,
             "rows": tuple(rows for rows in ROWS if rows <= round_up(p.rows, tile)),
-            "columns": (columns, *(CHUNKS if "scratch" in found else ())),
+            "columns": (columns, *(CHUNKS if chunked else ())),
             "step_rows": STEP_ROWS,
             "lanes": (128, 256, 512) if reduced else (128, 256, 512, 1024),
             "fragments": (2, 4, 8) if reduced else (1,),
@@ -405,30 +396,22 @@ def row_space(p: RowProblem) -> Space[RowSchedule]:
         },
         rules={
             "a window has all columns of a row, and other residencies have chunks": lambda s: (
-                ((s.residency == "scratch") | (s.residency == "reread")) == (s.columns != columns)
+                (s.residency == found[0]) == (s.columns == columns)
             ),
             "of chunks, more than 64 rows a block gain nothing": lambda s: (s.columns == columns) | (s.rows <= 64),
             "rows of a step divide those of a block": lambda s: s.rows % s.step_rows == 0,
-            "rows of a step are whole tiles": lambda s: s.step_rows >= tile,
+            # "cannot statically prove that index in dimension 0 is a multiple of 32" (E2003).
+            "steps of 8-bit elements are of whole tiles": lambda s: s.step_rows >= tile,
             # TPU7x: "cannot statically prove that index in dimension 1 is a multiple of 16" (E2003).
             "steps through a scratch array of narrow elements are of whole tiles": lambda s: (
-                (s.residency != "scratch")
-                | (s.step_rows * min(kept, default=4) >= SUBLANES * 4)
-                | (s.rows == s.step_rows)
+                (s.residency != "scratch") | (s.step_rows * narrowest >= SUBLANES * 4) | (s.rows == s.step_rows)
             ),
             f"a step takes {least} to {most} registers of each vector": lambda s: (
-                (_registers(s) >= least) & (_registers(s) <= most)
+                (registers(s) >= least) & (registers(s) <= most)
             ),
             "a fragment is no wider than a row": lambda s: (s.lanes <= columns) | (s.lanes == 128),
         },
     )
-
-
-def _registers(s: RowSchedule) -> int:
-    return s.step_rows // SUBLANES * (s.lanes // LANES) * s.fragments
-
-
-# ------------------------------------------------------------------------------
 
 
 # Those of which the compilers for v5e, v6e and TPU7x load and store rows (libtpu 0.0.48).
@@ -463,15 +446,13 @@ class TpuRows(Kernel[RowProblem, RowSchedule]):
     def run(self, problem: RowProblem, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
         p, s = problem, schedule
         made = plan(p.program_of(**params), s.residency)
-        name = re.sub(r"\W+", "_", f"{type(p).__name__.removesuffix('Problem')}_tpu")
-        run = chunked_rows if s.residency in ("scratch", "reread") else whole_rows
+        named = getattr(p, "name", "") or type(p).__name__.removesuffix("Problem")
+        run = chunked_rows if s.residency in CHUNKED else whole_rows
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
             arrays = [_placed(made.program, args[x.operand], x.operand, x.part) for x in made.windows]
-            outs = [
-                _declared(p, x, r.kind, target.cores, s) for x, r in zip(p.results(), made.program.results, strict=True)
-            ]
-            found = run(made, s, p.rows, target.cores, arrays, outs, name)
+            outs = [_declared(p, x, target.cores, s) for x in p.arrays[1]]
+            found = run(made, s, p.rows, target.cores, arrays, outs, re.sub(r"\W+", "_", f"{named}_tpu"))
             results = zip(found, p.results(), made.program.results, strict=True)
             return p.pack([_restored(x, shape, r.kind, made.program.columns) for x, shape, r in results])
 
@@ -490,22 +471,21 @@ def _placed(program: Program, x: jax.Array, operand: int, part: int) -> jax.Arra
     if declared.kind == "number":
         return x.reshape(1, 1)
     if declared.kind == "shared":
-        x = x[part * program.columns : (part + 1) * program.columns][None]
+        x = x[part * program.columns : (part + 1) * program.columns]
     return pltpu.with_memory_space_constraint(x.reshape(1, -1) if declared.kind == "shared" else x[:, None], pltpu.HBM)
 
 
-def _declared(p: RowProblem, x: jax.ShapeDtypeStruct, kind: str, cores: int, s: RowSchedule) -> jax.ShapeDtypeStruct:
+def _declared(p: RowProblem, x: Any, cores: int, s: RowSchedule) -> jax.ShapeDtypeStruct:
     """Returns a result as the kernel computes it."""
-    if kind == "row":
-        return x
-    if kind == "scalar":
-        dtype = within(str(x.dtype))
-        return jax.ShapeDtypeStruct((p.rows, 1), jnp.dtype("int32" if dtype == "bool" else dtype))
-    blocks, columns = cdiv(p.rows, s.rows), p.columns_of_program
+    dtype, columns = within(x.dtype), p.columns_of_program
+    blocks = cdiv(p.rows, s.rows)
     used = cdiv(blocks, cdiv(blocks, min(cores, blocks)))
-    return jax.ShapeDtypeStruct(
-        (used * SUBLANES, x.shape[0] // columns * round_up(columns, LANES)), jnp.dtype(jnp.float32)
-    )
+    match x.kind:
+        case "row":
+            return jax.ShapeDtypeStruct((p.rows, x.parts * columns), jnp.dtype(x.dtype))
+        case "scalar":
+            return jax.ShapeDtypeStruct((p.rows, 1), jnp.dtype("int32" if dtype == "bool" else dtype))
+    return jax.ShapeDtypeStruct((used * SUBLANES, x.parts * round_up(columns, LANES)), jnp.dtype(jnp.float32))
 
 
 def _restored(x: jax.Array, shape: jax.ShapeDtypeStruct, kind: str, columns: int) -> jax.Array:

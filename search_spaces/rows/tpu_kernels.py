@@ -389,7 +389,7 @@ def compute(step: Step, loop: RowLoop, known: Mapping[int, jax.Array], outs: Seq
         _write_parts(step, loop.lanes, known, result.values, out)
     for result, out in declared:
         if result.kind == "scalar":
-            value = Values(program, known, lambda value: known[value], lambda x: x)[result.values[0]]
+            value: Any = Values(program, known, lambda value: known[value], lambda x: x)[result.values[0]]
             value = jnp.where(value, 1, 0) if value.dtype == jnp.bool_ else value
             out[step.at, :] = jnp.broadcast_to(jnp.asarray(value), (step.rows, 1))
 

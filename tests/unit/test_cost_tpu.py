@@ -96,9 +96,11 @@ EXTREMES = {
         {"m": 8, "n": 8, "k": 2**20},
     ),
     "gated_matmul": ({"m": 1, "n": 28672, "k": 8192}, {"m": 16384, "n": 1, "k": 1}),
-    "softmax": ({"rows": 1, "columns": 1}, {"rows": 2**20, "columns": 7}, {"rows": 3, "columns": 2**19}),
+    "softmax": ({"rows": 1, "columns": 16}, {"rows": 2**20, "columns": 17}, {"rows": 3, "columns": 2**19}),
     "rms_norm": ({"rows": 1, "columns": 128}, {"rows": 65537, "columns": 4097, "dtype": "float32"}),
-    "silu_and_mul": ({"rows": 1, "columns": 1}, {"rows": 99999, "columns": 1000}),
+    "layer_norm_backward": ({"rows": 1, "columns": 128}, {"rows": 65537, "columns": 4097}),
+    "cross_entropy": ({"rows": 1, "columns": 1003}, {"rows": 4099, "columns": 2**19}),
+    "silu_and_mul": ({"rows": 1, "columns": 16}, {"rows": 99999, "columns": 1000}),
     "flash_attention": (
         {"batch": 1, "q_len": 1, "kv_len": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
         {"batch": 64, "q_len": 1, "kv_len": 131072, "heads": 32, "kv_heads": 8, "head_dim": 128},
