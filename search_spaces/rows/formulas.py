@@ -24,7 +24,10 @@ WEIGHT = Of("shared", "weight_dtype")
 
 def wide(x: jax.Array) -> jax.Array:
     """Returns x in float32, or unchanged if its dtype is wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    # JAX promotes no 8-bit dtypes implicitly.
+    return x.astype(jnp.float32 if x.dtype.itemsize < 4 else jnp.promote_types(x.dtype, jnp.float32))
 
 
 # ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_an_operation_is_named_by_itself_its_name_or_a_function_that_runs_it(ope
 
 def test_what_is_no_operation_or_no_problem_of_it_is_named():
     for given in (len, None, jnp.matmul, MatmulProblem):
-        with pytest.raises(TypeError, match="expected an Operation, a tuned function or one of 'matmul', 'rms_norm'"):
+        with pytest.raises(TypeError, match="expected an Operation, a tuned function or one of 'matmul', 'softmax'"):
             scheduler.tune(given, SMALL, budget=1)
     with pytest.raises(ValueError, match="no operation 'matmull'"):
         tuned("matmull")
