@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from scheduler.api import tune, tuned
 from scheduler.dispatch import calls
 from scheduler.tuned_calls import SHARED, Selection, public, selected
+from search_spaces.rows.calls import RowFunction
 from search_spaces.rows.formulas import (
     ADD_RMS_NORM,
     CROSS_ENTROPY,
@@ -25,7 +26,7 @@ from search_spaces.rows.formulas import (
     SOFTMAX,
     SOFTMAX_WITH_LSE,
 )
-from search_spaces.rows.operation import ROWS, RowFunction
+from search_spaces.rows.operation import ROWS
 
 # ------------------------------------------------------------------------------
 # Norms.

@@ -11,17 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.rows.program import (
-    REDUCTIONS,
-    Atom,
-    Equation,
-    Input,
-    Number,
-    Operand,
-    Program,
-    Result,
-    within,
-)
+from search_spaces.rows.elementwise import REDUCTIONS
+from search_spaces.rows.program import Atom, Equation, Input, Number, Operand, Program, Result, within
 
 
 class NoProgram(Exception):

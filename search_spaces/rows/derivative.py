@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.rows.builder import NoProgram, pruned, rebuilt
-from search_spaces.rows.program import REDUCTIONS, Atom, Input, Number, Operand, Program, Result, evaluate
+from search_spaces.rows.elementwise import REDUCTIONS
+from search_spaces.rows.program import Atom, Input, Number, Operand, Program, Result, evaluate
 from search_spaces.rows.reader import trace
 
 

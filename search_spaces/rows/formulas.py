@@ -15,8 +15,9 @@ from jax import lax
 from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.rows import recognise
-from search_spaces.rows.operation import bind_formula, row_operations
-from search_spaces.rows.problem import RESULT_DTYPES, Formula, FormulaProblem, Of
+from search_spaces.rows.calls import bind_formula
+from search_spaces.rows.named import RESULT_DTYPES, Formula, FormulaProblem, Of
+from search_spaces.rows.operation import row_operations
 
 EPS = 1e-6
 WEIGHT = Of("shared", "weight_dtype")

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.rows.program import BIG, REDUCTIONS, Program, Values, compute, scalar_equations
+from search_spaces.rows.elementwise import BIG, REDUCTIONS
+from search_spaces.rows.program import Program, Values, compute, scalar_equations
 
 Statistics = tuple[jax.Array, ...]
 F32 = np.float32

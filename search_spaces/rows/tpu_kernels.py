@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.rows.builder import online
-from search_spaces.rows.program import REDUCTIONS, Atom, Program, Values, clamped, scalar_equations
+from search_spaces.rows.elementwise import REDUCTIONS, clamped
+from search_spaces.rows.program import Atom, Program, Values, scalar_equations
 from search_spaces.space import round_up
 from search_spaces.tpu import LANES, SUBLANES
 

@@ -12,9 +12,10 @@ import pytest
 import scheduler
 from scheduler import NoCandidate
 from search_spaces.rows import formulas
-from search_spaces.rows.builder import NoProgram, online, trace
+from search_spaces.rows.builder import NoProgram, online
 from search_spaces.rows.derivative import differentiate
 from search_spaces.rows.program import Number, evaluate, parse
+from search_spaces.rows.reader import trace
 
 pytestmark = pytest.mark.slow_but_first
 

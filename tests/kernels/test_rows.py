@@ -24,7 +24,7 @@ from search_spaces.rows.formulas import (
     SoftmaxProblem,
 )
 from search_spaces.rows.hopper import RowSchedule, coalescing
-from search_spaces.rows.hopper.chunks import PersistentPipeline
+from search_spaces.rows.hopper.pipeline import PersistentPipeline
 
 pytestmark = pytest.mark.slow_but_first
 

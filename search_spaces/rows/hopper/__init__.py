@@ -14,9 +14,11 @@ from search_spaces.hopper import WARP, WARPGROUP, WARPS, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.mma.fragments import not_before_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, persistent_pipeline, smem_resident
+from search_spaces.rows.hopper.chunks import SmemResident, smem_resident
 from search_spaces.rows.hopper.footprint import footprint
-from search_spaces.rows.hopper.registers import RegisterPlan, run_in_registers
+from search_spaces.rows.hopper.partition import RegisterPlan
+from search_spaces.rows.hopper.pipeline import PersistentPipeline, persistent_pipeline
+from search_spaces.rows.hopper.registers import run_in_registers
 from search_spaces.rows.hopper.space import MOST_ELEMENTS_BEFORE_HOPPER, RowSchedule, coalescing, space
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program

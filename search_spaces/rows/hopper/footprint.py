@@ -12,9 +12,9 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, chunk_bytes, row_inputs, statistics
-from search_spaces.rows.hopper.partition import RowPartition
-from search_spaces.rows.hopper.registers import RegisterPlan
+from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs, statistics
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition
+from search_spaces.rows.hopper.pipeline import PersistentPipeline
 from search_spaces.rows.hopper.space import coalescing, itemsizes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.space import Columns, round_up

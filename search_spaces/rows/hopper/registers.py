@@ -16,113 +16,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper import WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu, store
-from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, PartialsBuffer, ThreadLayout
+from search_spaces.rows.hopper.partition import BUFFERS, RegisterPlan
+from search_spaces.rows.hopper.thread_layout import ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
-from search_spaces.space import round_up
 
 # Exponentials use the hardware unit. Exchanges between warps use explicit barriers, so stores need no automatic ones.
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
 )
-BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
-
-
-@dataclasses.dataclass(frozen=True)
-class RegisterPlan:
-    """The rows and columns of a block over its threads; fields may be `Columns` of schedules.
-
-    Attributes:
-      columns: columns of a row.
-      warps: warps that share a row: 1, or all of the block: 4, 8 or 16.
-      vector: elements of one access of one thread.
-      rows: rows of which each thread has a part.
-      span_accesses: accesses of a thread to a span of a row; 0 if a block has whole rows.
-      stages: groups of rows in SMEM; 0 if rows are loaded into registers.
-      blocks: persistent blocks per core; 0 if each group of rows has a block.
-    """
-
-    columns: int
-    warps: Any
-    vector: Any
-    rows: Any
-    span_accesses: Any = 0
-    stages: Any = 0
-    blocks: Any = 0
-
-    @classmethod
-    def of(cls, columns: int, s: Any) -> RegisterPlan:
-        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
-        return cls(columns, s.warps, s.vector, s.rows, s.accesses, s.stages, s.blocks)
-
-    @property
-    def in_ring(self) -> Any:
-        return self.stages > 0
-
-    @property
-    def warpgroups(self) -> Any:
-        return np.maximum(1, self.warps // WARPS)
-
-    @property
-    def layout(self) -> ThreadLayout:
-        """Layout of a fragment. In a ring, warps that share a row have a line of it each."""
-        return ThreadLayout(1 if self.stages else self.warps, self.vector)
-
-    @property
-    def width(self) -> Any:
-        """Columns of one access of all threads that share a row."""
-        return 32 * self.vector * self.warps
-
-    @property
-    def accesses(self) -> Any:
-        """Accesses of a thread to each of its rows."""
-        return np.where(self.span_accesses > 0, self.span_accesses, -(-self.columns // self.width))
-
-    @property
-    def span(self) -> Any:
-        """Columns of a block."""
-        return np.where(self.span_accesses > 0, self.span_accesses * self.width, self.columns)
-
-    @property
-    def spans(self) -> Any:
-        """Blocks that share a row."""
-        return -(-self.columns // self.span)
-
-    @property
-    def group(self) -> Any:
-        """Rows that a block computes at the same time."""
-        return np.where(self.warps == 1, WARPS, 1) * self.rows
-
-    @property
-    def elements(self) -> Any:
-        """Elements that a thread has in registers of one row operand."""
-        return self.rows * self.accesses * self.vector
-
-    def grid(self, rows: int, cores: int) -> Any:
-        """Returns the number of blocks for each span of columns."""
-        groups = -(-rows // self.group)
-        return np.where(self.blocks > 0, np.minimum(groups, cores * self.blocks), groups)
-
-    def smem_bytes(self, program: Program) -> Any:
-        """Returns the SMEM of one block."""
-        ring = sum(
-            round_up(
-                self.stages * self.group * operand.parts * self.columns * jnp.dtype(operand.dtype).itemsize,
-                SMEM_ALIGNMENT,
-            )
-            for operand in program.operands
-            if operand.kind == "row"
-        )
-        buffers = np.where(self.in_ring & (self.warps > 1), self.partials(program).smem_bytes(BUFFERS), 0)
-        reductions = REDUCTION_BYTES if program.stages else 0
-        barriers = (2 * self.stages + (self.warps > 1)) * BARRIER_BYTES * self.in_ring
-        return reductions + ring + buffers + barriers
-
-    def partials(self, program: Program) -> PartialsBuffer:
-        return PartialsBuffer(max([1, *(Stage(program, i).count for i in range(len(program.stages)))]), self.warps)
 
 
 def run_in_registers(

@@ -11,8 +11,9 @@ import numpy as np
 
 from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, not_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import PersistentPipeline, SmemResident, chunk_bytes, row_inputs
-from search_spaces.rows.hopper.registers import RegisterPlan
+from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
+from search_spaces.rows.hopper.partition import RegisterPlan
+from search_spaces.rows.hopper.pipeline import PersistentPipeline
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program
 from search_spaces.space import Choice, Columns, Rule, Space

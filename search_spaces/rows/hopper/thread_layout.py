@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from search_spaces.hopper import SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, load, load_run, mosaic_gpu_code, plgpu, store, store_run
-from search_spaces.rows.program import REDUCTIONS
+from search_spaces.rows.elementwise import REDUCTIONS
 from search_spaces.rows.stages import Stage, Statistics
 from search_spaces.space import round_up
 

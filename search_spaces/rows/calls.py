@@ -1,0 +1,238 @@
+"""Calls of row operations as users write them: leading axes are rows, and XLA computes what no program describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.front_end import lead, require_array, unsupported_reason, weakly_typed
+from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.problem import as_tuple
+from search_spaces.rows.builder import NoProgram
+from search_spaces.rows.named import Formula, FormulaProblem
+from search_spaces.rows.problem import ProgramProblem, RowProblem
+from search_spaces.rows.reader import trace
+
+
+def bind_formula(problem: type[FormulaProblem], *arrays: Any, **params: Any) -> BoundCall[Any] | Unsupported:
+    """Binds a call of a formula on rows ``[..., columns]``, elements per row ``[...]``, and shared vectors."""
+    formula = problem.formula
+    for name, x in zip(formula.operands, arrays, strict=True):
+        require_array(name, x)
+    fields = {name: params.pop(name) for name in tuple(params) if name in problem.__dataclass_fields__}
+    posed = _problem(problem, fields, *arrays)
+    if isinstance(posed, str):
+        return Unsupported(posed, functools.partial(by_vmap, formula, *arrays, **params, **fields))
+    leading = arrays[0].shape[:-1]
+    folded = [_folded(x, of.kind, leading) for x, of in zip(arrays, formula.operands.values(), strict=True)]
+    return BoundCall(posed, tuple(folded), functools.partial(_restored, posed, leading), tuple(params.items()))
+
+
+def _problem(problem: type[FormulaProblem], fields: Mapping[str, Any], *arrays: Any) -> FormulaProblem | str:
+    """Returns the problem of all rows, or the reason why there is none."""
+    operands = problem.formula.operands
+    if reason := unsupported_reason(dict(zip(operands, arrays, strict=True))):
+        return reason
+    if not arrays[0].ndim:
+        return f"{next(iter(operands))} is a scalar"
+    if reason := weakly_typed(*arrays):
+        return reason
+    leading = arrays[0].shape[:-1]
+    try:
+        rows = math.prod(leading)
+        shapes = [
+            jax.ShapeDtypeStruct(
+                {"row": (rows, x.shape[-1] if x.ndim else 1), "scalar": (rows,)}.get(of.kind, x.shape), x.dtype
+            )
+            for x, of in zip(arrays, operands.values(), strict=True)
+        ]
+        made = problem.of(*shapes, **fields)
+        made.program  # noqa: B018 (raises NoProgram)
+    except (TypeError, ValueError, NoProgram) as error:
+        return str(error)
+    return made
+
+
+def _folded(x: Any, kind: str, leading: tuple[int, ...]) -> Any:
+    """Returns an operand with its leading axes in the form that calls take (`front_end.lead`)."""
+    return x.reshape(*lead(leading), *x.shape[len(leading) :]) if kind in ("row", "scalar") else x
+
+
+def _restored(posed: RowProblem, leading: tuple[int, ...], *results: jax.Array) -> Any:
+    """Returns the results of a call with the caller's leading axes."""
+    _, kinds = posed.arrays
+    found = []
+    for x, declared, shape in zip(results, kinds, posed.results(), strict=True):
+        found.append(x if declared.kind == "row sum" else x.reshape(*leading, *shape.shape[1:]))
+    return posed.pack(found)
+
+
+def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
+    """Computes a formula by XLA, in float32 or in the wider or complex dtype of an operand."""
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    wide = formula_dtype(*arrays)
+    function = functools.partial(formula.function, **params)
+    leading = arrays[0].shape[:-1]
+    kinds = [of.kind for of in formula.operands.values()]
+    converted = [
+        x.astype(wide)
+        if x.dtype.itemsize > 4 or (not jnp.issubdtype(x.dtype, jnp.floating) and kind != "scalar")
+        else x
+        for x, kind in zip(arrays, kinds, strict=True)
+    ]
+    narrow = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else None
+    found = _over_rows(function, kinds, leading, converted)
+    results = [
+        x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x
+        for x in as_tuple(found)
+    ]
+    return tuple(results) if isinstance(found, tuple) else results[0]
+
+
+def _over_rows(
+    function: Callable[..., Any], kinds: Sequence[str], leading: tuple[int, ...], arrays: Sequence[Any]
+) -> Any:
+    mapped = function
+    axes = [0 if kind in ("row", "scalar") else None for kind in kinds]
+    for _ in leading:
+        mapped = jax.vmap(mapped, in_axes=axes)
+    return mapped(*arrays)
+
+
+def formula_dtype(*arrays: jax.Array) -> jnp.dtype[Any]:
+    """Returns float32, or a wider or complex dtype among the arrays; integers count as JAX's default float."""
+    found = jnp.dtype(jnp.float32)
+    for x in arrays:
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+        if dtype.itemsize > 1:  # JAX has no implicit promotion of 8-bit dtypes
+            found = jnp.promote_types(found, dtype)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFunction:
+    """A user's function of one row, as a static argument of calls.
+
+    Attributes:
+      scalars: names of the arguments with one element per row.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    scalars: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def given(self, statics: Sequence[tuple[str, Any, type]]) -> Callable[..., Any]:
+        """Returns the function of arrays alone."""
+        return functools.partial(self.function, **{name: value for name, value, _ in statics})
+
+
+def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
+    """Binds a call of a function of one row.
+
+    Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
+    one element per row. All rows share the others. Each of `statics` is a name, a hashable value, and its type.
+    """
+    for name, x in zip(function.names, arrays, strict=False):
+        require_array(name, x)
+    leading = arrays[0].shape[:-1] if getattr(arrays[0], "ndim", 0) else ()
+    kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=False)]
+    named = tuple(statics)
+    answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
+    reason = unsupported_reason(dict(zip(function.names, arrays, strict=False))) or weakly_typed(*arrays)
+    if reason is not None or not leading:
+        return Unsupported(reason or f"{function.names[0]} is a single row", answer)
+    shapes = tuple(
+        (x.shape[len(leading) :] if kind in ("row", "scalar") else x.shape, str(x.dtype))
+        for x, kind in zip(arrays, kinds, strict=True)
+    )
+    origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.read("jax_enable_x64")))
+    found = _traced(origin)
+    if isinstance(found, str):
+        return Unsupported(found, answer)
+    text, segments, structure, result_shapes = found
+    program = ProgramProblem(rows=math.prod(leading) * segments, text=text, name=function.name)
+    operands = [
+        _folded(x, kind, leading) if segments == 1 else x.reshape(s.shape)
+        for x, kind, s in zip(arrays, kinds, program.operands(), strict=True)
+    ]
+
+    def restore(*results: jax.Array) -> Any:
+        shaped = [x.reshape(*leading, *shape) for x, shape in zip(results, result_shapes, strict=True)]
+        return jax.tree.unflatten(structure, shaped)
+
+    return BoundCall(program, tuple(operands), restore, (("origin", origin),))
+
+
+def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) -> str:
+    shape = jnp.shape(x)
+    if name in function.scalars:
+        if shape != leading:
+            raise ValueError(f"{name} has shape {shape}; one element for each row needs {leading}")
+        return "scalar"
+    if len(shape) == len(leading) + 1 and len(shape) > 1:
+        if shape[:-1] != leading:
+            raise ValueError(
+                f"{name} has shape {shape}, and {function.names[0]} the leading axes {leading}: both are rows"
+            )
+        return "row"
+    return "shared" if shape else "number"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The function of which a program was derived, as a parameter of the call.
+
+    Custom derivatives of a function, such as those of `jax.lax.stop_gradient`, are not in its program.
+
+    Attributes:
+      statics: static arguments as `bind_program` takes them.
+      shapes: of each array, without the axes of rows, and its dtype.
+      kinds: of each array, as in `Operand`.
+      x64: whether JAX's default types have 64 bits.
+    """
+
+    function: RowFunction
+    statics: tuple[Any, ...]
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    kinds: tuple[str, ...]
+    x64: bool
+
+    @property
+    def traceable(self) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str]]:
+        """Returns the arguments of `trace`."""
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in self.shapes]
+        return self.function.given(self.statics), arrays, list(self.kinds)
+
+    def over_rows(self, p: RowProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the function by XLA, for operands and results as in the problem of its program."""
+        run, shapes, kinds = self.traceable
+        by_row = [kind in ("row", "scalar") for kind in kinds]
+        own = [
+            x.reshape(-1, *s.shape) if each else x.reshape(s.shape)
+            for x, s, each in zip(arrays, shapes, by_row, strict=True)
+        ]
+        found = jax.tree.leaves(_over_rows(run, kinds, (p.rows,), own))
+        return tuple(x.reshape(s.shape) for x, s in zip(found, p.results(), strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(origin: Origin) -> Any:
+    """Returns the program's text, its segments, and structure and shapes of the results; or why there is none."""
+    run, arrays, kinds = origin.traceable
+    results = jax.eval_shape(run, *arrays)
+    try:
+        program, segments = trace(run, arrays, kinds)
+    except NoProgram as error:
+        return f"{origin.function.name} {error}"
+    leaves, structure = jax.tree.flatten(results)
+    return program.text(), segments, structure, [x.shape for x in leaves]
