@@ -147,8 +147,8 @@ def _halved(
     """
     first = len(whole.inputs)
     moving = {i for i, read in enumerate(whole.inputs) if read.operand >= operands}
-    for value, equation in enumerate(whole.equations, first):
-        if moving.intersection(x for x in equation.inputs if isinstance(x, int)):
+    for value, each in enumerate(whole.equations, first):
+        if moving.intersection(x for x in each.inputs if isinstance(x, int)):
             moving.add(value)
     gradients = [
         dataclasses.replace(r, values=tuple(_unrounded(whole, x) for x in r.values)) if r.kind == "row sum" else r
@@ -226,7 +226,8 @@ def _program(
     results: Sequence[Result],
 ) -> Program:
     """Returns the program of the `kept` equations, with `stops` as inputs."""
-    inputs, place = [], {}
+    inputs: list[Input] = []
+    place: dict[int, int] = {}
     for value, (source, part) in sorted(stops.items()):
         operand = saved.index(source) if isinstance(source, Saved) else len(saved) + source
         place[value] = len(inputs)

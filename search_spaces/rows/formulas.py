@@ -175,7 +175,8 @@ _CROSS_ENTROPY = row_operations(
     "CrossEntropy",
     front_end=_bind_cross_entropy,
 )
-SOFTMAX, SOFTMAX_BACKWARD, SoftmaxProblem = _SOFTMAX.forward, _SOFTMAX.backward, _SOFTMAX.forward.problem
+SOFTMAX, SOFTMAX_BACKWARD = _SOFTMAX.forward, _SOFTMAX.backward
+SoftmaxProblem: Any = SOFTMAX.problem
 SOFTMAX_WITH_LSE, SoftmaxWithLseProblem = _SOFTMAX_WITH_LSE.forward, _SOFTMAX_WITH_LSE.forward.problem
 LOG_SOFTMAX, LogSoftmaxProblem = _LOG_SOFTMAX.forward, _LOG_SOFTMAX.forward.problem
 CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD = _CROSS_ENTROPY.forward, _CROSS_ENTROPY.backward
@@ -270,8 +271,10 @@ _LAYER_NORM = row_operations(
     params=("eps",),
     front_end=_bind_layer_norm,
 )
-RMS_NORM, RMS_NORM_BACKWARD, RmsNormProblem = _RMS_NORM.forward, _RMS_NORM.backward, _RMS_NORM.forward.problem
-ADD_RMS_NORM, AddRmsNormProblem = _ADD_RMS_NORM.forward, _ADD_RMS_NORM.forward.problem
+RMS_NORM, RMS_NORM_BACKWARD = _RMS_NORM.forward, _RMS_NORM.backward
+RmsNormProblem: Any = RMS_NORM.problem
+ADD_RMS_NORM = _ADD_RMS_NORM.forward
+AddRmsNormProblem: Any = ADD_RMS_NORM.problem
 LAYER_NORM, LAYER_NORM_BACKWARD = _LAYER_NORM.forward, _LAYER_NORM.backward
 LayerNormProblem = LAYER_NORM.problem
 
@@ -316,7 +319,8 @@ SILU_AND_MUL, SILU_AND_MUL_JVP, SILU_AND_MUL_BACKWARD = (
     _SILU_AND_MUL.tangent,
     _SILU_AND_MUL.backward,
 )
-SiluAndMulProblem, SiluAndMulJvpProblem = SILU_AND_MUL.problem, SILU_AND_MUL_JVP.problem
+SiluAndMulProblem: Any = SILU_AND_MUL.problem
+SiluAndMulJvpProblem: Any = SILU_AND_MUL_JVP.problem
 SiluAndMulBackwardProblem = SILU_AND_MUL_BACKWARD.problem
 
 

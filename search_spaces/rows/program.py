@@ -42,6 +42,9 @@ class Number:
 Atom = int | Number
 
 
+Kind = Literal["row", "shared", "scalar", "number", "row sum"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """An array that a program reads.
@@ -52,7 +55,7 @@ class Operand:
       parts: number of vectors of `columns` elements in a row.
     """
 
-    kind: Literal["row", "shared", "scalar", "number"]
+    kind: Kind
     dtype: str
     parts: int = 1
 
@@ -266,8 +269,8 @@ def _require_valid(program: Program) -> None:
     kinds = {"row", "shared", "scalar", "number"}
     if program.columns < 1 or any(x.kind not in kinds or x.parts < 1 for x in program.operands):
         raise ValueError("a row program has one column or more, and known operands")
-    for x in (*program.operands, *program.results):
-        jnp.dtype(x.dtype)
+    for dtype in [x.dtype for x in program.operands] + [x.dtype for x in program.results]:
+        jnp.dtype(dtype)
     for number, read in enumerate(program.inputs):
         if not 0 <= read.operand < len(program.operands):
             raise ValueError(f"input {number} of a row program reads operand {read.operand}, which there is not")

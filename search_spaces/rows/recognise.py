@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from search_spaces.problem import Problem
@@ -28,7 +28,7 @@ from search_spaces.recognise import (
 # Softmax along the last axis: exponentials over their sum.
 
 
-def softmax(of: type[Problem], node: Node) -> Recognised | None:
+def softmax(of: Callable[..., Problem], node: Node) -> Recognised | None:
     """Recognises `jax.nn.softmax`, and the formula with or without the maximum subtracted."""
     if node.name != "div" or (x := argument(node.results[0])) is None:
         return None
@@ -75,7 +75,7 @@ class Norm(NamedTuple):
     result: Value
 
 
-def rms_norm(of: type[Problem], node: Node) -> Recognised | None:
+def rms_norm(of: Callable[..., Problem], node: Node) -> Recognised | None:
     """Recognises ``x * rsqrt(mean(x^2) + eps) * weight``, with factors in any order, or a square root and a quotient.
 
     A norm of centred rows is a layer norm, and is not recognised.
@@ -84,7 +84,9 @@ def rms_norm(of: type[Problem], node: Node) -> Recognised | None:
     return found and _recognised(of, found, [found.x, found.weight], node)
 
 
-def _recognised(of: type[Problem], found: Norm, inputs: list[Value], node: Node, call: str = "") -> Recognised | None:
+def _recognised(
+    of: Callable[..., Problem], found: Norm, inputs: list[Value], node: Node, call: str = ""
+) -> Recognised | None:
     """Returns a norm as a problem of this type, which replaces the equations between these inputs and the result."""
     rows, columns = rows_of(found.result)
     for dtype in found.weight_dtypes:  # as it is stored, or as it is multiplied
@@ -191,7 +193,7 @@ def _is_centred(x: Value) -> bool:
     )
 
 
-def add_rms_norm(of: type[Problem], node: Node) -> Recognised | None:
+def add_rms_norm(of: Callable[..., Problem], node: Node) -> Recognised | None:
     """Recognises a norm of ``x + residual`` if the sum is rounded to the dtype of the result."""
     found = norm(node)
     added = None if found is None else strip(found.x).by("add")
@@ -212,7 +214,7 @@ def add_rms_norm(of: type[Problem], node: Node) -> Recognised | None:
 # A gate: SiLU of the first half of each row times the other half.
 
 
-def silu_and_mul(of: type[Problem], node: Node) -> Recognised | None:
+def silu_and_mul(of: Callable[..., Problem], node: Node) -> Recognised | None:
     """Recognises ``silu(x[..., :d]) * x[..., d:]``, with halves by slices or by `jnp.split`."""
     if node.name != "mul" or (found := gate_and_up(node.results[0])) is None:
         return None

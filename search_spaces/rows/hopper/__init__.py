@@ -47,7 +47,7 @@ class HopperRows(Kernel[RowProblem, RowSchedule]):
             return f"{problem.rows} rows of {program.columns} elements are less than a warpgroup loads at once"
         if not any(x.kind == "row" for x in program.operands):
             return "reads rows, and the program has none"
-        if others := {x.dtype for x in (*program.operands, *program.results)} - LOADED:
+        if others := ({x.dtype for x in program.operands} | {x.dtype for x in program.results}) - LOADED:
             return f"loads and stores no {', '.join(sorted(others))}"
         if any(x.name == "round" and x.params == ("float8_e5m2",) for x in program.equations):
             return "rounds to float8_e5m2 by an instruction that knows no infinity: clip to the largest number first"

@@ -162,7 +162,7 @@ class Cta(Generic[Plan]):
 
     def _load_shared(self, layout: Any, ref: Any, row: Row, column: Any) -> jax.Array:
         if layout is LAYOUT:  # the ends of a row: one element each
-            return layout.load_flat(ref, column)  # type: ignore[no-any-return]
+            return layout.load_flat(ref, column)
         at = self.plan.aligned_copy(row.start) + column - (row.start.lines - row.start.row)
         loaded: jax.Array = layout.load_flat(ref, at) if isinstance(layout, ThreadLayout) else layout.load(ref, at)
         return loaded
