@@ -39,15 +39,17 @@ class Derivative:
       forward: the program of the forward pass; it may have more results than the function, all scalars per row.
       saved: what the backward pass reads besides cotangents.
       backward: its operands are those of `saved`, then a cotangent for each result of the function that `moving` lists;
-        its results are gradients of the operands that `moved` lists.
-      moving, moved: indices of results and of operands.
+        its results are gradients.
+      moving: indices of the results that have cotangents.
+      moved: for each operand that has a gradient, its index, and that of the gradient among the results of `backward`:
+        operands whose sum alone counts share one.
     """
 
     forward: Program
     saved: tuple[Saved, ...]
     backward: Program
     moving: tuple[int, ...]
-    moved: tuple[int, ...]
+    moved: tuple[tuple[int, int], ...]
 
 
 def differentiate(
@@ -106,7 +108,10 @@ def differentiate(
         for scalars in (False, True)
     ]
     forward, saved, backward = min(halves, key=lambda half: _cost(half[1], half[2]))
-    return Derivative(forward, saved, backward, moving, moved)
+    distinct = tuple(dict.fromkeys(backward.results))
+    places = [distinct.index(result) for result in backward.results]
+    backward = dataclasses.replace(backward, results=distinct)
+    return Derivative(forward, saved, backward, moving, tuple(zip(moved, places, strict=True)))
 
 
 def one_row(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str], list[int]]:

@@ -193,7 +193,7 @@ def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
 
     def jvp(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
         found = _derivative(p, call.params)
-        if found is None or all(tangents[i] is None for i in found.moved):
+        if found is None or all(tangents[i] is None for i, _ in found.moved):
             return _by_xla(call, p, primals, tangents)
         made = parts()
         count = len(p.results())
@@ -206,9 +206,15 @@ def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
         operation, problem = made.tangent
         posed = problem(p, found)
         wanted = posed.operands()[len(saved) :]
+        given: list[Any] = [None] * len(wanted)
+        for i, place in found.moved:
+            if tangents[i] is not None:
+                one = tangents[i].astype(wanted[place].dtype)
+                given[place] = one if given[place] is None else given[place] + one
+        shapes = {place: primals[i].shape for i, place in found.moved}
         given = [
-            jnp.zeros(primals[i].shape, s.dtype) if tangents[i] is None else tangents[i].astype(s.dtype)
-            for i, s in zip(found.moved, wanted, strict=True)
+            jnp.zeros(shapes[place], s.dtype) if x is None else x
+            for place, (x, s) in enumerate(zip(given, wanted, strict=True))
         ]
         moved = as_tuple(call(operation, posed, *saved, *given, **_own(call, operation)))
         by_result: list[Any] = [None] * count

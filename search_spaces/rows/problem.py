@@ -148,11 +148,19 @@ class RowProblem(Problem):
         return sum(float(jnp.finfo(e.params[0]).eps) for e in rounds if e is not None and e.name == "round")
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Returns operands with special values in rows and shared vectors; elements per row are as in `inputs`."""
+        """Returns operands with special values in rows and shared vectors; elements per row are as in `inputs`.
+
+        The first row has special values of each operand: of a large result, not all rows are compared.
+        """
         plain = self.inputs(seed)
         special = checking.with_special_values(plain, kind, integers=False)
         kinds = [x.kind for x in self.arrays[0]]
-        return tuple(x if kind == "scalar" else y for x, y, kind in zip(plain, special, kinds, strict=True))
+        first = kinds.index("row") if "row" in kinds else 0
+        found = []
+        for number, (x, y, of) in enumerate(zip(plain, special, kinds, strict=True)):
+            moved = of == "row" and number > first and self.rows > 1
+            found.append(x if of == "scalar" else checking.run_program(_next_row, y) if moved else y)
+        return tuple(found)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         return tuple(
@@ -164,6 +172,11 @@ class RowProblem(Problem):
 @functools.partial(jax.jit, static_argnames="columns")
 def _per_row(x: jax.Array, *, columns: int) -> jax.Array:
     return x % columns if jnp.issubdtype(x.dtype, jnp.integer) else (jnp.abs(x) + 0.5).astype(x.dtype)
+
+
+@jax.jit
+def _next_row(x: jax.Array) -> jax.Array:
+    return jnp.roll(x, -1, axis=0)
 
 
 @functools.lru_cache(maxsize=1024)
