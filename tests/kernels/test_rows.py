@@ -224,6 +224,11 @@ ROWS = {  # name: problem, schedule
         AddRmsNormProblem(9, 4743, "float16", "float32"),
         pipeline(8, 8, 1, 7, prefetch=1),
     ),
+    "a row that each stage reads again, parts and last chunks overlap": (
+        SoftmaxProblem(3, 128 * 37),
+        RowSchedule("reread", 4, 4, accesses=2, cluster=2),
+    ),
+    "rows that start anywhere, read again": (RmsNormProblem(9, 4863), RowSchedule("reread", 8, 8, accesses=1)),
     "one row that ends anywhere": (RmsNormProblem(1, 2305, "float32"), pipeline(4, 4, 2, 4)),
     "all of a row in registers, two warpgroups, the last chunk overlaps": (
         SoftmaxProblem(2, 256 * 19, "float32"),
@@ -419,6 +424,7 @@ def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fit
 OF_RESIDENCY = {
     "registers": {"rows"},
     "span": {"rows", "accesses"},
+    "reread": {"accesses", "cluster"},
     "smem": {"accesses", "register_chunks", "cluster"},
     "pipeline": {"accesses", "stages", "prefetch", "cluster"},
 }
@@ -473,10 +479,11 @@ def leaves(value):
     return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple) else [value]
 
 
-def test_of_a_row_that_no_cluster_has_room_for_no_schedule_fits():
-    assert np.any(fits(footprint(SoftmaxProblem(64, 2**19), space(SoftmaxProblem(64, 2**19)).legal()[0])))
-    too_long = SoftmaxProblem(64, 2**20)
-    assert not np.any(fits(footprint(too_long, space(too_long).legal()[0])))
+def test_a_row_that_no_cluster_has_room_for_is_read_again():
+    for columns, expected in ((2**19, {"smem", "pipeline"}), (2**20, {"reread"}), (3 * 2**20 + 1, {"reread"})):
+        points = legal(SoftmaxProblem(64, columns))
+        fitting = points.take(fits(footprint(SoftmaxProblem(64, columns), points)))
+        assert set(fitting.residency) == expected
 
 
 def test_narrow_accesses_are_more_of_them():

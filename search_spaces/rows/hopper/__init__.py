@@ -73,7 +73,7 @@ def _run(p: RowProblem, program: Program, s: RowSchedule, target: Target, args: 
     columns = program.columns
     if s.residency in ("registers", "span", "ring"):
         return run_in_registers(program, RegisterPlan.of(columns, s), target.cores, p.results(), args, p.rows)
-    if s.residency == "smem":
+    if s.residency in ("smem", "reread"):
         return smem_resident(online(program), SmemResident.of(columns, s), p.results(), args, p.rows)
     plan = PersistentPipeline.of(columns, s)
     return persistent_pipeline(online(program), plan, target.cores, p.results(), args, p.rows)

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -340,19 +341,22 @@ class SmemResident(RowPartition):
 
     Attributes:
       register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
+      reread: whether no chunk is kept: each stage reads the row again, from L2 as far as that holds it.
     """
 
     register_chunks: Any
+    reread: Any = False
 
     @classmethod
     def of(cls, columns: int, s: Any) -> SmemResident:
         """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
-        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks)
+        reread = s.residency == "reread"
+        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks, reread)
 
     @property
     def stages(self) -> Any:
         """Chunks in SMEM."""
-        return self.chunks - self.register_chunks
+        return np.where(self.reread, 0, self.chunks - self.register_chunks)
 
     def smem_bytes(self, program: Program) -> Any:
         barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
@@ -412,16 +416,28 @@ def _one_row(cta: Cta[SmemResident]) -> None:
     def in_registers(row: Row, chunk: int) -> list[Values]:
         return cta.fragments(row, cta.start_of(jnp.int32(chunk)), lambda number, value: kept[chunk][number][value])
 
+    def in_memory(chunk: Any) -> list[Values]:
+        first = cta.start_of(chunk)
+        return cta.fragments(
+            row, first, lambda n, v: plan.layout.load_flat(*rows.at(v, row.start.lines + first + cta.starts[n]))
+        )
+
     for number in range(len(cta.program.stages)):
         stage = Stage(cta.program, number)
         found = cta.init(stage)
         for chunk in range(len(kept)):
             found = cta.update(stage, found, in_registers(row, chunk), cta.overlap_of(chunk))
-        found = _reduce_chunks(cta, row, stage, found)
+        found = _reduce_chunks(cta, row, stage, found, in_memory)
         row = cta.wait(stage, row, cta.arrive(stage, found, ends, row, number))
 
     for chunk in range(len(kept)):
         cta.store_fragments(row, cta.start_of(jnp.int32(chunk)), in_registers(row, chunk))
+
+    def apply_again(chunk: Any, _: None) -> None:
+        cta.store_fragments(row, cta.start_of(chunk), in_memory(chunk))
+
+    if plan.reread:
+        lax.fori_loop(0, int(plan.chunks), apply_again, None)
 
     def apply(stage: Any, _: None) -> None:
         first = cta.start_of(stage + plan.register_chunks)
@@ -432,11 +448,16 @@ def _one_row(cta: Cta[SmemResident]) -> None:
     cta.finish(row, ends)
 
 
-def _reduce_chunks(cta: Cta[SmemResident], row: Row, stage: Stage, found: Statistics) -> Statistics:
-    """Adds the chunks in SMEM to the statistics."""
-    plan, stages = cta.plan, int(cta.plan.stages)
+def _reduce_chunks(
+    cta: Cta[SmemResident], row: Row, stage: Stage, found: Statistics, in_memory: Callable[[Any], list[Values]]
+) -> Statistics:
+    """Adds the chunks in SMEM, or in memory, to the statistics."""
+    plan = cta.plan
+    stages = int(plan.chunks if plan.reread else plan.stages)
 
     def update(place: Any, found: Statistics, *, overlap: Any = 0) -> Statistics:
+        if plan.reread:
+            return cta.update(stage, found, in_memory(place), overlap)
         if stage.number == 0:
             plgpu.barrier_wait(cta.scratch.full.at[place])
         fragments = cta.in_stage(row, cta.start_of(place + plan.register_chunks), place)

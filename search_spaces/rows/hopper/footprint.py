@@ -32,6 +32,7 @@ def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
         "span": _of_registers,
         "ring": _of_registers,
         "smem": _of_smem,
+        "reread": _of_smem,
         "pipeline": _of_pipeline,
     }
     masks = [s.residency == residency for residency in parts]
@@ -111,8 +112,10 @@ def _footprint_of_chunks(
     arrays, shared, operands = _Arrays(p), _Shared(p), len(row_inputs(program))
     costs, passes = program.costs(again=True), len(program.stages) + 1
     # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
-    in_smem = plan.chunks - register_chunks
+    reread = s.residency == "reread"
+    in_smem = np.where(reread, 0, plan.chunks - register_chunks)
     accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
+    accesses = accesses + operands * np.where(reread, passes * plan.chunks * plan.chunk_lines, 0)
     accesses = accesses + plan.chunks * plan.chunk_lines * (arrays.count - operands + shared.accesses(s.vector))
     accesses = accesses + plan.ends.fragments * WARPS * (arrays.count + (shared.bytes > 0)) / s.cluster
     # ptxas keeps register-cached chunks of softmax as float32 (docs/kernels/rows-hopper.md).
@@ -129,7 +132,17 @@ def _footprint_of_chunks(
     )
     blocks = np.full(len(s), p.rows)
     return Footprint(
-        **_common(p, s, blocks=blocks, rows=1, parts=s.cluster, steps=steps, shared=shared, step=step),
+        **_common(
+            p,
+            s,
+            blocks=blocks,
+            rows=1,
+            parts=s.cluster,
+            steps=steps,
+            shared=shared,
+            step=step,
+            passes=np.where(reread, passes, 1),
+        ),
         steps=steps,
         onchip_bytes=plan.smem_bytes(program),
         threads=s.warps * WARP,
@@ -169,7 +182,16 @@ class _Shared:
 
 
 def _common(
-    p: RowProblem, s: Columns, *, blocks: Any, rows: Any, parts: Any, steps: Any, shared: _Shared, step: Phase
+    p: RowProblem,
+    s: Columns,
+    *,
+    blocks: Any,
+    rows: Any,
+    parts: Any,
+    steps: Any,
+    shared: _Shared,
+    step: Phase,
+    passes: Any = 1,
 ) -> dict[str, Any]:
     """Returns the fields common to all residencies, for blocks of `rows` rows; `step` has the work of the lanes."""
     arrays, narrowest = _Arrays(p), min(itemsizes(p.program))
@@ -181,7 +203,10 @@ def _common(
         "step": dataclasses.replace(
             step,
             loads=(
-                *(Operand(bytes=each / (blocks * parts) / steps, axes=(0, 1), name=name) for name, each in arrays.read),
+                *(
+                    Operand(bytes=passes * each / (blocks * parts) / steps, axes=(0, 1), name=name)
+                    for name, each in arrays.read
+                ),
                 Operand(bytes=shared.bytes / parts / steps, axes=(1,), name="shared"),
             ),
             flops=p.flops / p.rows * rows / parts / steps,

@@ -40,15 +40,15 @@ class RowSchedule:
     Attributes:
       residency: where a row resides until it has been read completely: in "registers", or a "span" of it if elements
         are independent; in registers, from a "ring" of groups of rows in SMEM; in "smem", with a CTA or a cluster per
-        row; or in the stages of a persistent "pipeline".
+        row; in the stages of a persistent "pipeline"; or nowhere: each stage must "reread" it.
       warps: warps that share a row, or a CTA's part of it: one or four (a warpgroup) in registers, else all of the CTA.
       vector: elements of one access of one thread.
       rows: (registers, span, ring) rows of which each thread loads a part before it computes.
-      accesses: (smem, pipeline, span) accesses of a thread to one chunk, or to the span.
+      accesses: (smem, reread, pipeline, span) accesses of a thread to one chunk, or to the span.
       stages: (pipeline, ring) chunks, or groups of rows, that a CTA has in SMEM at once.
       prefetch: (pipeline) chunks of the next row that are reduced before statistics of this one are needed.
       register_chunks: (smem) chunks that threads keep in registers.
-      cluster: (smem, pipeline) CTAs that share a row, each with a part of it.
+      cluster: (smem, reread, pipeline) CTAs that share a row, each with a part of it.
       blocks: (registers, span, ring) persistent blocks per core; 0 if each group of rows has a block.
     """
 
@@ -142,6 +142,10 @@ def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
         found["ring"] = _ring(p, vector)
     if not before and program.stages and not program.sums_rows:
         found["smem"] = _smem(p, vector)
+        # Longer rows than the SMEM of eight cores holds. Narrower accesses were no faster.
+        if not parted and program.columns * chunk_bytes(program) > 8 * 200 * KIB:
+            choices = {"warps": (16, 8), "vector": vector[:1], "accesses": (4, 8), "cluster": (8, 4, 2)}
+            found["reread"] = Residency(choices, rules={})
         if len(online(program).stages) == 1:
             found["pipeline"] = _pipeline(p, vector)
     return union(found)
