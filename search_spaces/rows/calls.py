@@ -149,6 +149,8 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
     named = tuple(statics)
     answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False))) or weakly_typed(*arrays)
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays if isinstance(x, jax.Array)):
+        reason = f"{function.name} takes a random key, which kernels on rows do not"
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
     shapes = tuple(

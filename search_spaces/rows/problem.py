@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -222,6 +223,20 @@ class ProgramProblem(RowProblem):
     @property
     def program(self) -> Program:
         return _parsed(self.text)
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str]) -> Any:
+        if "text" not in texts:
+            raise ValueError(
+                "a row program has too many equations to type; in Python, call scheduler.tune(f, *arrays) with the "
+                "function, or run `tile-scheduler tune --missed`"
+            )
+        return super().parse(texts)
+
+    def __str__(self) -> str:
+        """Formats the problem with a digest in place of the program."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
+        return f"name={self.name} rows={self.rows} columns={self.columns_of_program} program={digest}"
 
     def coordinates(self) -> Mapping[str, int | bool | str]:
         program = self.program
