@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.recognise import Node, Value, graph
+from search_spaces.recognise import Inlined, Node, Value, graph
 from search_spaces.rows.builder import Builder, NoProgram
 from search_spaces.rows.program import Atom, Number, Operand, Program, Result, within
-from search_spaces.rows.shapes import Array, Shapes, broadcast, no_shape, objects
-
-LEAST_COLUMNS = 16  # shorter vectors are no rows
-MOST_PARTS = 16
+from search_spaces.rows.shapes import Array, Shapes, broadcast, columns_of, no_shape, objects, segments_of
 
 
 def trace(
@@ -47,15 +44,35 @@ def trace(
         _require_narrow(shape.dtype)
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(function(*args)))(*shapes)
     traced = graph(jaxpr.jaxpr, _constants(jaxpr))
-    nodes = list(traced.nodes)
-    segments = _segments(nodes, shapes, kinds)
+    nodes = list(_nodes(traced.items))
+    segments = segments_of(nodes, shapes, kinds)
     if segments is not None:
         try:
             return _Reader(shapes, kinds, segments, 0, hoists).program(traced, nodes, summed), segments[0]
         except NoProgram:
             pass
-    columns = _columns(nodes, shapes, kinds)
+    columns = columns_of(nodes, shapes, kinds)
     return _Reader(shapes, kinds, None, columns, hoists).program(traced, nodes, summed), 1
+
+
+# JAX 0.12 differentiates the error function by exp(-x^2), and computes that from the bits of x.
+_WHOLE = frozenset({"exp_neg_sq"})
+
+
+def _nodes(items: Iterable[Node | Inlined]) -> Iterator[Node]:
+    """Yields equations in order, with inlined calls replaced by their bodies unless their function is in `_WHOLE`."""
+    for item in items:
+        if isinstance(item, Node):
+            yield item
+        elif (name := _name_of_body(item.equation)) in _WHOLE:
+            yield Node(name, item.equation, item.inputs, list(item.results))
+        else:
+            yield from _nodes(item.items)
+
+
+def _name_of_body(call: Any) -> str:
+    body = call.params.get("call_jaxpr")
+    return str(getattr(getattr(getattr(body, "jaxpr", body), "debug_info", None), "func_name", ""))
 
 
 def _constants(jaxpr: Any) -> dict[Any, Value]:
@@ -70,45 +87,6 @@ def _require_narrow(dtype: Any) -> None:
         raise NoProgram(f"has {dtype} arrays, as random bits do")
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.dtype(dtype).itemsize > 4 or dtype == jnp.uint32:
         raise NoProgram(f"has {dtype} arrays: kernels on rows compute in float32 and int32")
-
-
-def _columns(nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[str]) -> int:
-    """Returns the length of the parts into which slices and concatenations divide rows."""
-    lengths = [s.shape[-1] for s, kind in zip(shapes, kinds, strict=True) if kind in ("row", "shared") and s.shape]
-    if not lengths:
-        raise NoProgram("has no row to compute")
-    for node in nodes:
-        if node.name == "slice" and node.inputs[0].shape:
-            lengths += [node.params["start_indices"][-1], node.params["limit_indices"][-1]]
-        elif node.name == "split" and node.params["axis"] == len(node.inputs[0].shape) - 1:
-            lengths += list(node.params["sizes"])
-        elif node.name == "concatenate" and node.params["dimension"] == len(node.inputs[0].shape) - 1:
-            lengths += [x.shape[-1] for x in node.inputs]
-        elif node.name == "reshape" and node.inputs[0].shape and node.results[0].shape:
-            lengths += [node.results[0].shape[-1]] if node.results[0].shape[-1] > 1 else []
-    columns = math.gcd(*lengths)
-    parts = max(lengths) // columns
-    if parts > MOST_PARTS or (parts > 2 and columns < LEAST_COLUMNS):
-        raise NoProgram(f"divides a row of {max(lengths)} elements into vectors of {columns}")
-    return columns
-
-
-def _segments(
-    nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[str]
-) -> tuple[int, int] | None:
-    """Returns number and length of the segments to which all reductions apply; None if there are none."""
-    longest = max((s.shape[-1] for s, kind in zip(shapes, kinds, strict=True) if kind == "row"), default=0)
-    reduced = {
-        (tuple(node.inputs[0].shape), tuple(node.params["axes"]))
-        for node in nodes
-        if node.name.startswith(("reduce_", "argm")) and "axes" in node.params
-    }
-    found = {
-        shape
-        for shape, axes in reduced
-        if len(shape) == 2 and axes == (1,) and shape[0] * shape[1] == longest and shape[1] >= LEAST_COLUMNS
-    }
-    return next(iter(found)) if len(found) == 1 else None
 
 
 _SAME = {
@@ -264,6 +242,20 @@ class _Reader(Shapes):
             vector,
             any(x.mapped for x in arrays),
         )
+
+    def _exp_neg_sq(self, node: Node) -> Array:
+        def exp(x: Atom) -> Atom:
+            return self.make.emit("exp", self.make.emit("neg", self.make.emit("mul", x, x)))
+
+        return self._map(exp, self._array(node.inputs[0]))
+
+    def _polynomial(self, node: Node) -> Array:
+        def horner(x: Atom, *coefficients: Atom) -> Atom:
+            return functools.reduce(
+                lambda rest, c: self.make.emit("add", c, self.make.emit("mul", x, rest)), reversed(coefficients)
+            )
+
+        return self._map(horner, *map(self._array, node.inputs))
 
     def _square(self, node: Node) -> Array:
         return self._map(lambda x: self.make.emit("mul", x, x), self._array(node.inputs[0]))

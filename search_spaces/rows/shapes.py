@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from search_spaces.recognise import Node, Value
@@ -179,3 +180,49 @@ def broadcast(blocks: Sequence[Any]) -> Sequence[Any]:
     """Gives arrays of one element the shape of the others."""
     shape = max((x.shape for x in blocks), key=lambda shape: (math.prod(shape), len(shape)))
     return [x if x.shape == shape else np.broadcast_to(x.reshape(-1) if x.size == 1 else x, shape) for x in blocks]
+
+
+# ------------------------------------------------------------------------------
+# How a function divides its rows.
+
+LEAST_COLUMNS = 16  # shorter vectors are rows, or halves of rows, but no other parts of them
+MOST_PARTS = 16
+
+
+def columns_of(nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[str]) -> int:
+    """Returns the length of the parts into which slices and concatenations divide rows."""
+    lengths = [s.shape[-1] for s, kind in zip(shapes, kinds, strict=True) if kind in ("row", "shared") and s.shape]
+    if not lengths:
+        raise NoProgram("has no row to compute")
+    for node in nodes:
+        if node.name == "slice" and node.inputs[0].shape:
+            lengths += [node.params["start_indices"][-1], node.params["limit_indices"][-1]]
+        elif node.name == "split" and node.params["axis"] == len(node.inputs[0].shape) - 1:
+            lengths += list(node.params["sizes"])
+        elif node.name == "concatenate" and node.params["dimension"] == len(node.inputs[0].shape) - 1:
+            lengths += [x.shape[-1] for x in node.inputs]
+        elif node.name == "reshape" and node.inputs[0].shape and node.results[0].shape:
+            lengths += [node.results[0].shape[-1]] if node.results[0].shape[-1] > 1 else []
+    columns = math.gcd(*lengths)
+    parts = max(lengths) // columns
+    if parts > MOST_PARTS or (parts > 2 and columns < LEAST_COLUMNS):
+        raise NoProgram(f"divides a row of {max(lengths)} elements into vectors of {columns}")
+    return columns
+
+
+def segments_of(
+    nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], kinds: Sequence[str]
+) -> tuple[int, int] | None:
+    """Returns number and length of the segments to which all reductions apply; None if there are none."""
+    longest = max((s.shape[-1] for s, kind in zip(shapes, kinds, strict=True) if kind == "row"), default=0)
+    reduced = {
+        (tuple(node.inputs[0].shape), tuple(node.params["axes"]))
+        for node in nodes
+        if node.name.startswith(("reduce_", "argm")) and "axes" in node.params
+    }
+    found = {
+        shape
+        for shape, axes in reduced
+        if len(shape) == 2 and axes == (1,) and shape[0] * shape[1] == longest and shape[1] >= LEAST_COLUMNS
+    }
+    return next(iter(found)) if len(found) == 1 else None
