@@ -290,8 +290,8 @@ def silu_and_mul(x: jax.Array) -> jax.Array:
 
 
 def _silu_and_mul_plain(x: jax.Array) -> jax.Array:
-    half = x.shape[-1] // 2
-    return jax.nn.silu(x[..., :half]) * x[..., half:]
+    gate, up = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return jax.nn.silu(gate) * up
 
 
 def _bind_silu_and_mul(x: Any) -> BoundCall[Any] | Unsupported:
