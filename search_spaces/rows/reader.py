@@ -98,6 +98,15 @@ _SAME = {
     "shift_right_logical": "shift_right_logical",
 }  # fmt: skip
 _COPIES = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "reshard", "pcast"})
+_MAPPED = frozenset(
+    {"div", "rem", "square", "one_minus_square", "integer_pow", "not", "is_finite", "clamp", "round", "select_n"}
+    | {"convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"}
+)
+
+
+def is_elementwise(name: str) -> bool:
+    """Returns whether a primitive computes each element from elements at the same place."""
+    return name in _SAME or name in _MAPPED
 
 
 class _Reader(Shapes):
