@@ -193,8 +193,10 @@ class ChannelLayout:
 
     def reduce(self, name: str, fragment: jax.Array) -> jax.Array:
         """Reduces the elements of each group, or channel, that a warp has."""
-        axes = tuple(axis for axis in range(1, len(self.shape)) if axis != self.axis)
-        return REDUCTIONS[name].along(fragment, axis=axes) if axes else fragment
+        # Mosaic GPU reduces one axis at a time.
+        for axis in reversed(range(1, len(self.shape))):
+            fragment = fragment if axis == self.axis else REDUCTIONS[name].along(fragment, axis=axis)
+        return fragment
 
     def position(self) -> jax.Array:
         """Returns the position of each element, relative to the first one of the fragment."""
