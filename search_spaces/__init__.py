@@ -63,6 +63,7 @@ _OWN = {
     **{name: f"search_spaces.rows.formulas:{name.upper()}" for name in _ROWS},
     "rows": "search_spaces.rows.operation:ROWS",
     "rows_jvp": "search_spaces.rows.operation:ROWS_JVP",
+    "group_norm": "search_spaces.rows.channels:GROUP_NORM",
     "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
     "ragged_dot": "search_spaces.ragged_dot:RAGGED_DOT",
     "ragged_dot_weights": "search_spaces.ragged_dot:RAGGED_DOT_WEIGHTS",

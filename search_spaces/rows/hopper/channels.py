@@ -10,200 +10,55 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
-from search_spaces.hopper import SMEM_ALIGNMENT, WARP, WARPS
-from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
-from search_spaces.jax_compat import interprets, load, load_run, mosaic_gpu_code, plgpu, store, store_run
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS, not_hopper
+from search_spaces.jax_compat import interprets, load, load_run, plgpu, store, store_run
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
+from search_spaces.problem import nbytes
+from search_spaces.rows.builder import online
+from search_spaces.rows.hopper.channel_layout import (
+    AdjacentChannels,
+    ChannelLayout,
+    ChannelPlan,
+    SeveralParts,
+    exchange,
+    most_statistics,
+)
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
-from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, STORE_TO_RANK, tiled
-from search_spaces.rows.program import REDUCTIONS, Program, Values, narrowed, within
+from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK
+from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
-from search_spaces.space import round_up
+from search_spaces.space import Columns, Space, round_up
+from search_spaces.target import Target
+
+if TYPE_CHECKING:
+    from search_spaces.rows.channels import GroupNormProblem
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelPlan:
-    """The elements of a sample over CTAs and threads; fields may be `Columns` of schedules.
-
-    A line is one access of all threads of a warp. It has several positions, or a block of the channels of one: a CTA
-    has one block. The last part of the positions starts early enough to be whole, as does the last chunk of each part.
+class ChannelSchedule:
+    """A schedule.
 
     Attributes:
-      positions, channels, group: as in `ChannelProblem`.
+      warps: warps of a CTA: 4, 8 or 16.
       vector: elements of one access of one thread.
-      warpgroups: warpgroups of a CTA.
-      accesses: accesses of a thread to a chunk.
-      cluster: CTAs that share a sample.
+      accesses: accesses of a thread to a chunk, all of which are in flight at once.
+      cluster: CTAs that share a sample, each with a part of its positions.
     """
 
-    positions: int
-    channels: int
-    group: int
-    vector: Any
-    warpgroups: Any
-    accesses: Any
-    cluster: Any
-
-    @property
-    def block(self) -> Any:
-        """Channels of a CTA."""
-        return np.minimum(self.channels, WARP * self.vector)
-
-    @property
-    def blocks(self) -> Any:
-        return self.channels // self.block
-
-    @property
-    def line_positions(self) -> Any:
-        return WARP * self.vector // self.block
-
-    @property
-    def fragment(self) -> Any:
-        """Positions of one access of a warpgroup."""
-        return WARPS * self.line_positions
-
-    @property
-    def chunk(self) -> Any:
-        """Positions of a chunk."""
-        return self.fragment * self.warpgroups * self.accesses
-
-    @property
-    def part(self) -> Any:
-        """Positions of a CTA."""
-        return -(-self.positions // self.cluster)
-
-    @property
-    def part_overlap(self) -> Any:
-        """Positions in both the last part and the one before: fewer than CTAs."""
-        return self.cluster * self.part - self.positions
-
-    @property
-    def chunks(self) -> Any:
-        return -(-self.part // self.chunk)
-
-    @property
-    def splits_vector(self) -> Any:
-        """Whether an access of a thread has several groups. Statistics are then those of channels."""
-        return self.group < self.vector
-
-    @property
-    def numbers(self) -> Any:
-        """Numbers of a CTA for each statistic: one for each group of its block, or for each channel."""
-        return np.where(self.splits_vector, self.block, self.block // self.group)
-
-    def smem_bytes(self, program: Program) -> Any:
-        """Returns the SMEM of one CTA."""
-        numbers = 4 * len(program.stages) * _statistics(program) * self.numbers
-        exchanged = np.where(self.cluster > 1, round_up(numbers * self.cluster, SMEM_ALIGNMENT), 0)
-        return round_up(numbers * WARPS * self.warpgroups, SMEM_ALIGNMENT) + exchanged + SMEM_ALIGNMENT
-
-    @property
-    def layout(self) -> ChannelLayout:
-        unit = (int(self.block),) if self.splits_vector else (int(self.block) // self.group, self.group)
-        return ChannelLayout(unit, int(self.line_positions), int(self.vector), self.group)
-
-
-def _statistics(program: Program) -> int:
-    return max([1, *(Stage(program, number).count for number in range(len(program.stages)))])
-
-
-@dataclasses.dataclass(frozen=True)
-class ChannelLayout:
-    """How threads hold a fragment: one access of each thread of a warpgroup, a line of each warp.
-
-    Attributes:
-      unit: extents of the channels: groups and channels of each, or all channels if an access has several groups.
-      positions: positions of a line.
-      vector: elements of one access.
-      group: channels of a group.
-    """
-
-    unit: tuple[int, ...]
-    positions: int
+    warps: int
     vector: int
-    group: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (WARPS, *((self.positions,) if self.positions > 1 else ()), *self.unit)
-
-    @property
-    def axis(self) -> int:
-        """Axis of the numbers of a statistic."""
-        return len(self.shape) - len(self.unit)
-
-    @property
-    def splits_vector(self) -> bool:
-        return len(self.unit) == 1
-
-    @property
-    def numbers(self) -> int:
-        return self.unit[0]
-
-    @property
-    def numbers_of_thread(self) -> int:
-        return self.vector if self.splits_vector else 1
-
-    @property
-    def lanes_of_number(self) -> int:
-        """Lanes with elements of the same group of one position."""
-        return 1 if self.splits_vector else self.unit[1] // self.vector
-
-    def _lanes(self, *dimensions: Any) -> tuple[Any, ...]:
-        """Returns the dimensions over lanes, major first, of arrays without an axis of positions."""
-        return (plgpu.Replicated(self.positions), *dimensions) if self.positions > 1 else dimensions
-
-    @functools.cached_property
-    def layout(self) -> Any:
-        rank = len(self.shape)
-        return tiled((self.shape, (self.vector,)), warps=-rank - 1, lanes=tuple(range(-rank, -1)))
-
-    @functools.cached_property
-    def shared(self) -> Any:
-        """Layout of what all positions share."""
-        lanes = self._lanes(*range(-len(self.unit) - 1, -1))
-        return tiled((self.unit, (self.vector,)), warps=plgpu.Replicated(WARPS), lanes=lanes)
-
-    def of_numbers(self, rows: int = 0) -> Any:
-        """Returns the layout of the numbers of a statistic, which all warps have; of several, if `rows` is not 0."""
-        each, again = self.numbers_of_thread, self.lanes_of_number
-        lanes = self._lanes(-2, *((plgpu.Replicated(again),) if again > 1 else ()))
-        shape = (rows, self.numbers) if rows else (self.numbers,)
-        return tiled((shape, (each,)), warps=plgpu.Replicated(WARPS), lanes=lanes)
-
-    def full(self, value: float) -> jax.Array:
-        return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
-
-    def broadcast(self, numbers: jax.Array) -> jax.Array:
-        """Broadcasts the numbers of all groups, one for all of them, or one for each warp and group, to a fragment."""
-        axes = {0: (), 1: (self.axis,), 2: (0, self.axis)}[numbers.ndim]
-        return lax.broadcast_in_dim(numbers, self.shape, axes)
-
-    def reduce(self, name: str, fragment: jax.Array) -> jax.Array:
-        """Reduces the elements of each group, or channel, that a warp has."""
-        # Mosaic GPU reduces one axis at a time.
-        for axis in reversed(range(1, len(self.shape))):
-            fragment = fragment if axis == self.axis else REDUCTIONS[name].along(fragment, axis=axis)
-        return fragment
-
-    def position(self) -> jax.Array:
-        """Returns the position of each element, relative to the first one of the fragment."""
-        warp = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=self.layout)
-        if self.positions == 1:
-            return warp
-        return warp * self.positions + plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
+    accesses: int
+    cluster: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +177,11 @@ class _Cta:
         for access in range(plan.accesses):
             column = start + access * int(plan.fragment)
             position = self.sample * plan.positions + column
-            loaded = {x: self._load(self.refs[self.program.inputs[x].operand], position) for x in self._inputs("row") if x in reads}
+            loaded = {
+                x: self._load(self.refs[self.program.inputs[x].operand], position)
+                for x in self._inputs("row")
+                if x in reads
+            }
             fragments.append((position, column, loaded))
         return [(at, self._values(column, loaded, scalars, shared)) for at, column, loaded in fragments]
 
@@ -366,8 +225,8 @@ class _Cta:
         def store_numbers() -> None:
             row = self.sample * int(self.plan.blocks) + self.block
             for result, ref in results:
-                (value,) = result.values
-                store(ref.at[row], scalars[value].astype(ref.dtype))
+                values = Values(self.program, scalars, scalars.__getitem__, lambda x: x)
+                store(ref.at[row], jnp.asarray(values[result.values[0]]).astype(ref.dtype))
 
     # ------------------------------------------------------------------------------
     # All-reduce of a stage: lanes of each warp, warps of the CTA through SMEM, and CTAs of the cluster through DSMEM.
@@ -380,16 +239,16 @@ class _Cta:
         plgpu.barrier_arrive(self.arrived[0])
         plgpu.barrier_wait(self.arrived[0])
         rows = WARPS * plan.warpgroups
-        several = _Several(layout)
+        several = SeveralParts()
         totals = stage.reduce(
             tuple(load(self.partials.at[place, i], layout.of_numbers(rows)) for i in range(stage.count)), several
         )
         if plan.cluster > 1:
-            self._exchange(place, totals)
+            exchange(layout, self._buffer(place), self.rank, totals, int(plan.cluster), self._wait_for_cluster)
             loaded = [load(self._buffer(place).at[i], layout.of_numbers(plan.cluster)) for i in range(stage.count)]
             totals = stage.reduce(tuple(loaded), several)
         if layout.splits_vector and layout.group > 1:
-            totals = stage.reduce(totals, _Adjacent(layout))
+            totals = stage.reduce(totals, AdjacentChannels(layout))
         return totals
 
     def _buffer(self, place: int) -> Any:
@@ -398,103 +257,9 @@ class _Cta:
         many = self.sample * int(self.plan.blocks) + self.block
         return self.exchanged.at[many * len(self.program.stages) + place]
 
-    def _exchange(self, place: int, totals: Statistics) -> None:
-        """Writes the numbers of this CTA to the buffer of each CTA of the cluster, and waits for all others."""
-        layout, cluster, warps = self.layout, int(self.plan.cluster), WARPS * int(self.plan.warpgroups)
-        warpgroup, arrived = self.warpgroup, self.arrived
-
-        def meaning(buffer: Any, rank: Any, *totals: jax.Array) -> None:
-            @pl.when(warpgroup == 0)
-            def write() -> None:
-                for number, numbers in enumerate(totals):
-                    store(buffer.at[number, rank], numbers)
-
-            plgpu.barrier_arrive(arrived[1])
-            plgpu.barrier_wait(arrived[1])
-
-        types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[layout.of_numbers() for _ in totals])
-
-        @mosaic_gpu_code(meaning, arg_types=types)
-        def exchange(_: Any, buffer: Any, rank: Any, *totals: Any) -> None:
-            bits = ir.IntegerType.get_signless(32)
-
-            def c(x: int) -> Any:
-                return mgpu.c(x, bits)
-
-            thread = mgpu.thread_idx()
-            lane, warp = arith.remui(thread, c(WARP)), arith.divui(thread, c(WARP))
-            of_position = arith.remui(lane, c(WARP // layout.positions))
-            index = arith.muli(arith.divui(of_position, c(layout.lanes_of_number)), c(layout.numbers_of_thread))
-            index = arith.addi(index, arith.muli(rank.registers.item(), c(layout.numbers)))
-            start = mgpu.utils.memref_ptr(buffer)
-            for number, total in enumerate(totals):
-                (register,) = total.registers.flat
-                for i in range(layout.numbers_of_thread):
-                    at = arith.addi(index, c(number * cluster * layout.numbers + i))
-                    address = llvm.ptrtoint(bits, mgpu.utils.getelementptr(start, [at], ir.F32Type.get()))
-                    value = vector.extract(register, [], [i])
-                    for first in range(0, cluster, warps):
-                        to = arith.addi(warp, c(first))
-                        writes = arith.cmpi(arith.CmpIPredicate.ult, to, c(cluster))
-                        ptx(STORE_TO_RANK, [writes, address, to, value], "b,r,r,f")
-            ptx(ARRIVE)
-            ptx(WAIT)
-
-        exchange(self._buffer(place), self.rank, *totals)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Several:
-    """Numbers of several warps or CTAs, which each thread has."""
-
-    layout: ChannelLayout
-
-    def reduce(self, name: str, numbers: jax.Array) -> jax.Array:
-        return REDUCTIONS[name].along(numbers, axis=0)
-
-    def broadcast(self, numbers: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(numbers, (1, *numbers.shape), (1,))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Adjacent:
-    """Numbers of channels, of which a thread has those of whole groups: each channel gets its group's."""
-
-    layout: ChannelLayout
-
-    def reduce(self, name: str, numbers: jax.Array) -> jax.Array:
-        group = self.layout.group
-
-        def meaning(numbers: jax.Array) -> jax.Array:
-            return jnp.repeat(REDUCTIONS[name].along(numbers.reshape(-1, group), axis=1), group)
-
-        layout = self.layout.of_numbers()
-        result = plgpu.ShapeDtypeStruct((self.layout.numbers,), jnp.float32, layout)
-
-        @mosaic_gpu_code(meaning, arg_types=(layout,), return_type=result)
-        def reduce_in_thread(_: Any, numbers: Any) -> Any:
-            def joined(register: Any) -> Any:
-                found = []
-                for first in range(0, self.layout.vector, group):
-                    each = [vector.extract(register, [], [first + i]) for i in range(group)]
-                    found += [functools.reduce(_JOINS[name], each)] * group
-                return vector.from_elements(register.type, found)
-
-            made = numbers.registers.copy()
-            made[...] = np.vectorize(joined, otypes=[object])(made)
-            return mgpu.FragmentedArray(_registers=made, _layout=numbers.layout, _is_signed=None)
-
-        return reduce_in_thread(numbers)  # type: ignore[no-any-return]
-
-    def broadcast(self, numbers: jax.Array) -> jax.Array:
-        return numbers
-
-
-_JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "reduce_sum": arith.addf,
-    "reduce_max": arith.maximumf,
-    "reduce_min": arith.minimumf,
-}
+    def _wait_for_cluster(self) -> None:
+        plgpu.barrier_arrive(self.arrived[1])
+        plgpu.barrier_wait(self.arrived[1])
 
 
 def run_channels(
@@ -511,7 +276,7 @@ def run_channels(
     samples, stages, cluster = rows.shape[0], len(program.stages), int(plan.cluster)
     of_row = (rows.size,) if blocks == 1 else (samples * plan.positions, blocks, *unit)
     shapes = {"row": of_row, "shared": (blocks, *unit), "scalar": (samples * blocks, numbers), "number": (1,)}
-    many = _statistics(program)
+    many = most_statistics(program)
     outs = [jax.ShapeDtypeStruct(shapes[o.kind], x.dtype) for x, o in zip(results, program.results, strict=True)]
     in_memory = cluster > 1 and interprets()  # the interpreter has no DSMEM
     if in_memory:
@@ -561,3 +326,111 @@ def run_channels(
         **in_cluster,
     )(*(x.reshape(shapes[o.kind]) for x, o in zip(arrays, program.operands, strict=True)))
     return [x.reshape(s.shape) for x, s in zip(made, results, strict=False)]
+
+
+# ------------------------------------------------------------------------------
+# The kernel, its space and its footprint.
+
+# Registers of a thread besides those for its elements (ptxas).
+_REGISTERS = 40
+
+
+class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
+    """A row program of adjacent channels."""
+
+    backend = "mosaic_gpu"
+    version = 1
+    most_elements = INDICES_OF_32_BITS
+
+    def supports(self, problem: GroupNormProblem, target: Target) -> str | None:
+        p = problem
+        if reason := not_hopper(target):
+            return reason
+        if not _vectors(p):
+            return (
+                f"{p.positions} positions of {p.channels} channels in groups of {p.group}: a warpgroup loads 4 "
+                "positions at least, a warp's line and the channels divide one another, and so do a group and a thread's access"
+            )
+        return None
+
+    def space(self, problem: GroupNormProblem, target: Target) -> Space[ChannelSchedule]:
+        p = problem
+        word = 4 / jnp.dtype(p.dtype).itemsize  # elements of a register
+
+        def plan(s: Any) -> ChannelPlan:
+            return ChannelPlan.of(p, s)
+
+        return Space(
+            ChannelSchedule,
+            choices={"warps": (8, 4, 16), "vector": _vectors(p), "accesses": (4, 2, 8, 1), "cluster": (8, 4, 2, 1)},
+            rules={
+                "a chunk is no longer than a CTA's positions": lambda s: (
+                    (plan(s).chunk <= plan(s).part) & (plan(s).part_overlap <= plan(s).part)
+                ),
+                "a thread loads 32 registers at once at most, each with up to two elements to widen": lambda s: (
+                    s.accesses * s.vector <= 32 * np.minimum(word, 2)
+                ),
+            },
+        )
+
+    def footprint(self, problem: GroupNormProblem, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        program, plan = online(p.program_of()), ChannelPlan.of(p, schedules)
+        x, weight, bias = p.operands()
+        shared = nbytes(weight) + nbytes(bias)
+        costs, passes = program.costs(again=True), len(program.stages) + 1
+        elements = plan.chunk * plan.block
+        loads = s.warps * s.accesses
+        itemsize = jnp.dtype(p.dtype).itemsize
+        statistics = most_statistics(program) * np.where(plan.splits_vector, s.vector, 1)
+        words = s.accesses * itemsize / 4 + most_statistics(program) + 2 * weight.dtype.itemsize / 4
+        registers = np.asarray(_REGISTERS + words * s.vector + statistics).astype(np.int64)
+        ctas = p.samples * plan.blocks * s.cluster
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(np.full(len(s), p.samples), plan.blocks, s.cluster),
+            minor=2,
+            axes=("samples", "blocks of channels", "parts of the positions"),
+            # Later stages read L2, of which the model has no bandwidth: their accesses count as those of the first.
+            step=Phase(
+                loads=(Operand(bytes=nbytes(x) / ctas / plan.chunks, axes=(0, 1, 2), name="x"),),
+                fp32_ops=costs[0] * elements + WARP * loads * (passes + 1),
+                mufu_ops=costs[1] * elements,
+                transactions=loads * (passes + 1),
+                flops=p.flops / ctas / plan.chunks,
+            ),
+            tile=Phase(
+                loads=(Operand(bytes=shared / plan.blocks, axes=(1,), name="weight and bias"),),
+                bytes_written=nbytes(x) / ctas,
+            ),
+            steps=plan.chunks,
+            onchip_bytes=np.asarray(plan.smem_bytes(program), dtype=np.int64),
+            threads=s.warps * WARP,
+            registers=registers,
+            registers_per_block=s.warps * WARP * round_up(registers, 8),
+            cluster=s.cluster,
+            dsmem_bytes=np.where(
+                s.cluster > 1, 4.0 * s.cluster * len(program.stages) * most_statistics(program) * plan.numbers, 0.0
+            ),
+            access_bytes=s.vector * itemsize,
+        )
+
+    def run(
+        self, problem: GroupNormProblem, schedule: ChannelSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> Any:
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            program = online(problem.program_of(**params))
+            return run_channels(program, ChannelPlan.of(problem, schedule), problem.results(), args)[0]
+
+
+def _vectors(p: GroupNormProblem) -> tuple[int, ...]:
+    """Returns elements per access, widest first, for which threads have whole groups, or parts of one."""
+    found = []
+    for x in (8, 4, 2, 1):
+        line = WARP * x
+        block = min(p.channels, line)
+        divides = max(p.channels, line) % block == 0 and block % p.group == 0
+        if divides and max(p.group, x) % min(p.group, x) == 0 and WARPS * line // block <= p.positions:
+            found.append(x)
+    return tuple(x for x in found if x * jnp.dtype(p.dtype).itemsize <= ACCESS_BYTES)

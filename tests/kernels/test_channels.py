@@ -1,0 +1,121 @@
+"""Group norm of arrays with channels last: Hopper's kernel, interpreted and as machine code, and tuned calls."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import hopper
+import jax
+import jax.numpy as jnp
+import machine_code
+import numpy as np
+import pytest
+
+import scheduler
+from search_spaces import Columns
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER
+from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
+from search_spaces.rows.hopper.channel_layout import ChannelPlan
+from search_spaces.rows.hopper.channels import ChannelSchedule, run_channels
+from search_spaces.rows.reader import trace
+
+KERNEL = GROUP_NORM.kernel("mosaic_gpu")
+interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="this JAX interprets no GPU kernel")
+
+CASES = {
+    "an access is a group": (GroupNormProblem(2, 37, 256, 8), ChannelSchedule(4, 8, 1)),
+    "a cluster, weights of float32": (GroupNormProblem(2, 37, 256, 8, weight_dtype="float32"), ChannelSchedule(4, 8, 1, 4)),
+    "several positions in a line": (GroupNormProblem(1, 150, 64, 16, weight_dtype="float32"), ChannelSchedule(8, 8, 2, 2)),
+    "several groups in an access": (GroupNormProblem(1, 150, 64, 2), ChannelSchedule(4, 8, 2, 2)),
+    "a channel is a group": (GroupNormProblem(1, 50, 256, 1), ChannelSchedule(4, 8, 1, 2)),
+    "several blocks of channels": (GroupNormProblem(1, 67, 512, 16), ChannelSchedule(8, 8, 2, 2)),
+    "a part overlaps by more than a chunk": (GroupNormProblem(1, 67, 512, 32, "float32"), ChannelSchedule(4, 4, 1, 8)),
+    "a block is a group": (GroupNormProblem(1, 16, 64, 64, "float16"), ChannelSchedule(4, 8, 1)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_agrees_with_the_reference(case):
+    problem, schedule = CASES[case]
+    assert KERNEL.supports(problem, hopper.H200.target) is None
+    assert not KERNEL.space(problem, hopper.H200.target).broken(schedule)
+    actual, wanted = hopper.interpret(KERNEL, problem, schedule, cores=2)
+    allowed = problem.tolerance()
+    error = np.abs(actual - wanted) - allowed.relative * np.abs(wanted)
+    assert error.max() <= allowed.absolute * np.abs(wanted).max()
+
+
+@interpreted
+def test_another_program_reduces_positions_for_each_channel():
+    def largest(x):
+        y = x.astype(jnp.float32)
+        return jnp.max(y), jax.nn.logsumexp(y)
+
+    samples, positions, channels = 2, 45, 64
+    program, _ = trace(largest, [jax.ShapeDtypeStruct((positions,), jnp.bfloat16)], ["row"])
+    x = jax.random.normal(jax.random.key(0), (samples, positions, channels), jnp.bfloat16)
+    plan = ChannelPlan(positions, channels, group=1, vector=8, warpgroups=1, accesses=1, cluster=2)
+    result = jax.ShapeDtypeStruct((samples, channels), jnp.float32)
+    with hopper.gpu_interpreter():
+        top, total = run_channels(hopper_program(program), plan, [result, result], [x])
+    np.testing.assert_array_equal(top, x.max(1).astype(jnp.float32))
+    np.testing.assert_allclose(total, jax.nn.logsumexp(x.astype(jnp.float32), 1), rtol=1e-5)
+
+
+def hopper_program(program):
+    from search_spaces.rows.builder import online
+
+    return online(program)
+
+
+def test_smem_and_the_space():
+    for problem, schedule in CASES.values():
+        predicted = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target).onchip_bytes[0]
+        hopper.check_onchip_bytes(KERNEL, problem, schedule, predicted)
+    assert "groups of 10" in KERNEL.supports(GroupNormProblem(1, 4096, 320, 10), hopper.H200.target)
+
+
+def test_a_call_its_derivative_and_a_batch():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 32))
+    weight, bias = jnp.arange(32.0), jnp.ones(32)
+
+    def tuned(x, weight, bias):
+        return scheduler.tuned_group_norm(x, weight, bias, groups=8, eps=1e-5)
+
+    def plain(x, weight, bias):
+        return group_norm(x, weight, bias, group=4, eps=1e-5)
+
+    for function in (lambda f: f, lambda f: jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1, 2))):
+        found, right = (function(f)(x, weight, bias) for f in (tuned, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, right)
+    many = jnp.stack([x, 2 * x + 1])
+    found, right = (jax.vmap(f, (0, None, None))(many, weight, bias) for f in (tuned, plain))
+    np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="groups"):
+        scheduler.tuned_group_norm(x, weight, bias, groups=5)
+    assert GroupNormProblem(2, 15, 32, 4, "float32") in [each.problem for each in scheduler.problems(tuned, x, weight, bias)]
+
+
+@machine_code.needed()
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4)])
+@pytest.mark.parametrize("extents", [(64, 3136, 256, 8), (64, 3136, 64, 2), (64, 785, 512, 16)])
+def test_ptxas_spills_nothing_and_needs_about_the_registers_that_are_declared(extents, schedule, tmp_path):
+    problem = GroupNormProblem(*extents)
+    fields = json.dumps(dataclasses.asdict(schedule))
+    said, file, _ = machine_code.compiled(__file__, tmp_path, problem.canonical(), fields)
+    assert "0 bytes spill stores" in said
+    declared = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target)
+    assert int(re.search(r"Used (\d+) registers", said)[1]) <= declared.registers[0] + 16
+    assert file.read_text().count("ld.v4.b32") >= 3 * schedule.accesses
+
+
+def main(canonical: str, fields: str) -> None:
+    problem, one = GroupNormProblem.from_canonical(canonical), ChannelSchedule(**json.loads(fields))
+    machine_code.compile_for_h200(lambda *args: KERNEL.run(problem, one, hopper.H200.target, *args), problem.operands())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
