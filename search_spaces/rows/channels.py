@@ -64,7 +64,8 @@ class GroupNormProblem(Problem):
         """
         if x.ndim != 3:
             raise ValueError(f"x has shape {x.shape}; [samples, positions, channels] is needed")
-        problem = cls(*x.shape, group, str(x.dtype), str(weight.dtype))
+        samples, positions, channels = x.shape
+        problem = cls(samples, positions, channels, group, str(x.dtype), str(weight.dtype))
         for name, found, wanted in zip(("weight", "bias"), (weight, bias), problem.operands()[1:], strict=True):
             if found.shape != wanted.shape:
                 raise ValueError(f"{name} has shape {found.shape}; x {x.shape} needs {wanted.shape}")

@@ -25,8 +25,14 @@ interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="this JAX inter
 
 CASES = {
     "an access is a group": (GroupNormProblem(2, 37, 256, 8), ChannelSchedule(4, 8, 1)),
-    "a cluster, weights of float32": (GroupNormProblem(2, 37, 256, 8, weight_dtype="float32"), ChannelSchedule(4, 8, 1, 4)),
-    "several positions in a line": (GroupNormProblem(1, 150, 64, 16, weight_dtype="float32"), ChannelSchedule(8, 8, 2, 2)),
+    "a cluster, weights of float32": (
+        GroupNormProblem(2, 37, 256, 8, weight_dtype="float32"),
+        ChannelSchedule(4, 8, 1, 4),
+    ),
+    "several positions in a line": (
+        GroupNormProblem(1, 150, 64, 16, weight_dtype="float32"),
+        ChannelSchedule(8, 8, 2, 2),
+    ),
     "several groups in an access": (GroupNormProblem(1, 150, 64, 2), ChannelSchedule(4, 8, 2, 2)),
     "a channel is a group": (GroupNormProblem(1, 50, 256, 1), ChannelSchedule(4, 8, 1, 2)),
     "several blocks of channels": (GroupNormProblem(1, 67, 512, 16), ChannelSchedule(8, 8, 2, 2)),
@@ -95,7 +101,9 @@ def test_a_call_its_derivative_and_a_batch():
     np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="groups"):
         scheduler.tuned_group_norm(x, weight, bias, groups=5)
-    assert GroupNormProblem(2, 15, 32, 4, "float32") in [each.problem for each in scheduler.problems(tuned, x, weight, bias)]
+    assert GroupNormProblem(2, 15, 32, 4, "float32") in [
+        each.problem for each in scheduler.problems(tuned, x, weight, bias)
+    ]
 
 
 @machine_code.needed()

@@ -20,7 +20,7 @@ from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu, store
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.hopper.thread_layout import STORE_TO_RANK, tiled
+from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, STORE_TO_RANK, tiled
 from search_spaces.rows.program import Program
 from search_spaces.rows.stages import Stage
 from search_spaces.space import round_up
@@ -105,7 +105,7 @@ class ChannelPlan:
         """Returns the SMEM of one CTA."""
         numbers = 4 * len(program.stages) * most_statistics(program) * self.numbers
         exchanged = np.where(self.cluster > 1, round_up(numbers * self.cluster, SMEM_ALIGNMENT), 0)
-        return round_up(numbers * WARPS * self.warpgroups, SMEM_ALIGNMENT) + exchanged + BARRIER_BYTES
+        return round_up(numbers * WARPS * self.warpgroups, SMEM_ALIGNMENT) + exchanged + REDUCTION_BYTES + BARRIER_BYTES
 
     @property
     def layout(self) -> ChannelLayout:

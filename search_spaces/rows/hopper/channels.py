@@ -349,7 +349,7 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
         if not _vectors(p):
             return (
                 f"{p.positions} positions of {p.channels} channels in groups of {p.group}: a warpgroup loads 4 "
-                "positions at least, a warp's line and the channels divide one another, and so do a group and a thread's access"
+                "positions at least, a warp's line and the channels divide one another, as do a group and an access"
             )
         return None
 
