@@ -27,7 +27,7 @@ CASES = {
     "an access is a group": (GroupNormProblem(2, 37, 256, 8), ChannelSchedule(4, 8, 1)),
     "a cluster, weights of float32": (
         GroupNormProblem(2, 37, 256, 8, weight_dtype="float32"),
-        ChannelSchedule(4, 8, 1, 4),
+        ChannelSchedule(4, 8, 1, 4, kept=4),
     ),
     "several positions in a line": (
         GroupNormProblem(1, 150, 64, 16, weight_dtype="float32"),
@@ -35,7 +35,7 @@ CASES = {
     ),
     "several groups in an access": (GroupNormProblem(1, 150, 64, 2), ChannelSchedule(4, 8, 2, 2)),
     "a channel is a group": (GroupNormProblem(1, 50, 256, 1), ChannelSchedule(4, 8, 1, 2)),
-    "several blocks of channels": (GroupNormProblem(1, 67, 512, 16), ChannelSchedule(8, 8, 2, 2)),
+    "several blocks of channels": (GroupNormProblem(1, 67, 512, 16), ChannelSchedule(8, 8, 2, 2, kept=4)),
     "a part overlaps by more than a chunk": (GroupNormProblem(1, 67, 512, 32, "float32"), ChannelSchedule(4, 4, 1, 8)),
     "a block is a group": (GroupNormProblem(1, 16, 64, 64, "float16"), ChannelSchedule(4, 8, 1)),
 }
@@ -108,7 +108,7 @@ def test_a_call_its_derivative_and_a_batch():
 
 @machine_code.needed()
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4)])
+@pytest.mark.parametrize("schedule", [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4, kept=4)])
 @pytest.mark.parametrize("extents", [(64, 3136, 256, 8), (64, 3136, 64, 2), (64, 785, 512, 16)])
 def test_ptxas_spills_nothing_and_needs_about_the_registers_that_are_declared(extents, schedule, tmp_path):
     problem = GroupNormProblem(*extents)

@@ -39,6 +39,7 @@ class ChannelPlan:
       warpgroups: warpgroups of a CTA.
       accesses: accesses of a thread to a chunk.
       cluster: CTAs that share a sample.
+      kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
     """
 
     positions: int
@@ -48,11 +49,12 @@ class ChannelPlan:
     warpgroups: Any
     accesses: Any
     cluster: Any
+    kept: Any = 0
 
     @classmethod
     def of(cls, p: Any, s: Any) -> ChannelPlan:
         """Returns the plan of a `ChannelSchedule`, or of `Columns` of them."""
-        return cls(p.positions, p.channels, p.group, s.vector, s.warps // WARPS, s.accesses, s.cluster)
+        return cls(p.positions, p.channels, p.group, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.kept)
 
     @property
     def block(self) -> Any:
@@ -92,6 +94,11 @@ class ChannelPlan:
         return -(-self.part // self.chunk)
 
     @property
+    def kept_chunks(self) -> Any:
+        """Chunks in SMEM, the first ones of a part."""
+        return self.chunks * self.kept // 8
+
+    @property
     def splits_vector(self) -> Any:
         """Whether an access of a thread has several groups. Statistics are then those of channels."""
         return self.group < self.vector
@@ -105,12 +112,26 @@ class ChannelPlan:
         """Returns the SMEM of one CTA."""
         numbers = 4 * len(program.stages) * most_statistics(program) * self.numbers
         exchanged = np.where(self.cluster > 1, round_up(numbers * self.cluster, SMEM_ALIGNMENT), 0)
-        return round_up(numbers * WARPS * self.warpgroups, SMEM_ALIGNMENT) + exchanged + REDUCTION_BYTES + BARRIER_BYTES
+        chunks = sum(
+            round_up(self.kept_chunks * self.chunk * self.block * itemsize, SMEM_ALIGNMENT)
+            for itemsize in kept_inputs(program).values()
+        )
+        partials = round_up(numbers * WARPS * self.warpgroups, SMEM_ALIGNMENT)
+        return chunks + partials + exchanged + REDUCTION_BYTES + BARRIER_BYTES
 
     @property
     def layout(self) -> ChannelLayout:
         unit = (int(self.block),) if self.splits_vector else (int(self.block) // self.group, self.group)
         return ChannelLayout(unit, int(self.line_positions), int(self.vector), self.group)
+
+
+def kept_inputs(program: Program) -> dict[int, int]:
+    """Returns the rows that the first stage and a later one read: bytes of an element by input."""
+    operands = {x: program.operands[read.operand] for x, read in enumerate(program.inputs)}
+    later = frozenset[int]().union(*program.reads[1:])
+    return {
+        x: jnp.dtype(operands[x].dtype).itemsize for x in sorted(program.reads[0] & later) if operands[x].kind == "row"
+    }
 
 
 def most_statistics(program: Program) -> int:

@@ -31,6 +31,7 @@ from search_spaces.rows.hopper.channel_layout import (
     ChannelPlan,
     SeveralParts,
     exchange,
+    kept_inputs,
     most_statistics,
 )
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
@@ -53,12 +54,14 @@ class ChannelSchedule:
       vector: elements of one access of one thread.
       accesses: accesses of a thread to a chunk, all of which are in flight at once.
       cluster: CTAs that share a sample, each with a part of its positions.
+      kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
     """
 
     warps: int
     vector: int
     accesses: int
     cluster: int = 1
+    kept: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,7 @@ class _Cta:
       refs, outs: references to operands and results: rows flat, or ``[positions of all samples, blocks, *unit]``;
         shared vectors ``[blocks, *unit]``; scalars ``[samples * blocks, numbers]``.
       block, sample, warpgroup, rank: indices of the block of channels, and so on.
+      chunks: chunks in SMEM, for each input of `kept_inputs`.
       partials, exchanged: numbers of each warp of the CTA, and of each CTA of the cluster.
       arrived: barriers at which the warpgroups of the CTA, and the CTAs in the interpreter, arrive.
     """
@@ -81,6 +85,7 @@ class _Cta:
     sample: Any
     warpgroup: Any
     rank: Any
+    chunks: Mapping[int, Any]
     partials: Any
     exchanged: Any
     arrived: Sequence[Any]
@@ -97,22 +102,33 @@ class _Cta:
             found = self._reduce(stage, scalars, shared, backwards=bool(number % 2))
             scalars = stage.finish(self._all_reduce(stage, found), scalars)
         self._store_scalars(scalars)
-        chunks, backwards = int(self.plan.chunks), bool(len(self.program.stages) % 2)
-        if not any(x.kind == "row" for x in self.program.results):
-            return
+        if any(x.kind == "row" for x in self.program.results):
+            self._apply(scalars, shared, backwards=bool(len(self.program.stages) % 2))
 
-        def apply(step: Any, _: None) -> None:
-            chunk = chunks - 1 - step if backwards else step
-            for position, values in self._chunk(chunk, scalars, shared, self._last_reads):
+    def _apply(self, scalars: Any, shared: Any, *, backwards: bool) -> None:
+        """Computes and stores results that are rows."""
+
+        def apply(chunk: Any, _: tuple[()], *, kept: bool) -> tuple[()]:
+            stage = len(self.program.stages)
+            for position, values in self._chunk(chunk, scalars, shared, stage, kept=kept):
                 for result, ref in zip(self.program.results, self.outs, strict=True):
                     if result.kind == "row":
                         self._store(ref, position, narrowed(values, result.values[0], result.dtype))
+            return ()
 
-        lax.fori_loop(0, chunks, apply, None)
+        self._over(0, int(self.plan.chunks), apply, (), backwards=backwards)
 
-    @property
-    def _last_reads(self) -> frozenset[int]:
-        return self.program.reads[-1]
+    def _over(self, first: int, last: int, body: Callable[..., Any], carry: Any, *, backwards: bool) -> Any:
+        """Runs ``body(chunk, carry, kept=...)`` for a range of chunks."""
+        middle = min(max(first, int(self.plan.kept_chunks)), last)
+        loops = [(first, middle, True), (middle, last, False)]
+        for begin, end, kept in reversed(loops) if backwards else loops:
+
+            def step(i: Any, carry: Any, begin: int = begin, end: int = end, kept: bool = kept) -> Any:
+                return body(begin + end - 1 - i if backwards else i, carry, kept=kept)
+
+            carry = lax.fori_loop(begin, end, step, carry) if end > begin else carry
+        return carry
 
     def _inputs(self, kind: str) -> list[int]:
         found = enumerate(self.program.inputs)
@@ -139,18 +155,15 @@ class _Cta:
         first = -(-int(plan.part_overlap) // int(plan.chunk))  # chunks with positions of another part
         last = max(first, chunks - (chunk_overlap > 0))
 
-        def update(chunk: Any, found: Statistics, *, masked: bool = False) -> Statistics:
-            each = self._chunk(chunk, scalars, shared, self.program.reads[stage.number])
+        def update(chunk: Any, found: Statistics, *, kept: bool, masked: bool = False) -> Statistics:
+            each = self._chunk(chunk, scalars, shared, stage.number, kept=kept)
             return stage.update(found, [(v, self._mask(chunk, at) if masked else None) for at, v in each])
 
         def loop(found: Statistics) -> Statistics:
-            def step(chunk: Any, found: Statistics) -> Statistics:
-                return update(first + last - 1 - chunk if backwards else chunk, found)
-
-            return lax.fori_loop(first, last, step, found) if last > first else found
+            return self._over(first, last, update, found, backwards=backwards)  # type: ignore[no-any-return]
 
         def alone(chunk: int) -> Callable[[Statistics], Statistics]:
-            return lambda found: update(jnp.int32(chunk), found, masked=True)
+            return lambda found: update(jnp.int32(chunk), found, kept=chunk < plan.kept_chunks, masked=True)
 
         steps = [*map(alone, range(min(first, chunks))), loop, *map(alone, range(last, chunks))]
         found = stage.init(self.layout.full)
@@ -168,8 +181,8 @@ class _Cta:
     def _part_start(self) -> Any:
         return lax.min(self.rank * int(self.plan.part), self.plan.positions - int(self.plan.part))
 
-    def _chunk(self, chunk: Any, scalars: Any, shared: Any, reads: frozenset[int]) -> list[tuple[Any, Values]]:
-        """Loads a chunk; returns the position of each fragment in the array, and its values."""
+    def _chunk(self, chunk: Any, scalars: Any, shared: Any, stage: int, *, kept: bool) -> list[tuple[Any, Values]]:
+        """Loads a chunk for a stage; returns the position of each fragment in the array, and its values."""
         plan = self.plan
         start = self._part_start() + lax.min(chunk * int(plan.chunk), int(plan.part) - int(plan.chunk))
         start = start + self.warpgroup * int(plan.fragment * plan.accesses)
@@ -177,13 +190,22 @@ class _Cta:
         for access in range(plan.accesses):
             column = start + access * int(plan.fragment)
             position = self.sample * plan.positions + column
-            loaded = {
-                x: self._load(self.refs[self.program.inputs[x].operand], position)
-                for x in self._inputs("row")
-                if x in reads
-            }
+            loaded = {}
+            for x in self._inputs("row"):
+                if x in self.program.reads[stage]:
+                    in_smem = self._in_smem(x, chunk, access) if kept and stage else None
+                    loaded[x] = self._load(x, position) if in_smem is None else load(in_smem, self.layout.layout)
             fragments.append((position, column, loaded))
+        for access, (*_, loaded) in enumerate(fragments if kept and not stage else ()):
+            for x in self.chunks:
+                store(self._in_smem(x, chunk, access), loaded[x])
         return [(at, self._values(column, loaded, scalars, shared)) for at, column, loaded in fragments]
+
+    def _in_smem(self, value: int, chunk: Any, access: int) -> Any:
+        """Returns where a fragment is in SMEM; None if the input is not kept. Each thread reads what it has written."""
+        if value not in self.chunks:
+            return None
+        return self.chunks[value].at[chunk, self.warpgroup * self.plan.accesses + access]
 
     def _values(self, column: Any, loaded: Mapping[int, jax.Array], scalars: Any, shared: Any) -> Values:
         def value(x: int) -> jax.Array:
@@ -205,7 +227,8 @@ class _Cta:
             channel = lax.rem(channel, layout.group)
         return (layout.position() + position) * layout.group + channel
 
-    def _load(self, ref: Any, position: Any) -> jax.Array:
+    def _load(self, value: int, position: Any) -> jax.Array:
+        ref = self.refs[self.program.inputs[value].operand]
         if self.plan.blocks == 1:
             return load_run(ref, position * self.plan.channels, self.layout.shape, self.layout.layout)
         return load(ref.at[pl.ds(position, WARPS), self.block], self.layout.layout)
@@ -296,10 +319,13 @@ def run_channels(
             rank=lax.axis_index(CLUSTER_RANK) if cluster > 1 else 0,
         )
         if not stages:
-            cta(partials=None, exchanged=None, arrived=()).run()
+            cta(chunks={}, partials=None, exchanged=None, arrived=()).run()
             return
         warpgroups = int(plan.warpgroups)
+        kept = [x for x in kept_inputs(program) if plan.kept_chunks]
+        in_smem = (int(plan.kept_chunks), warpgroups * int(plan.accesses), *plan.layout.shape)
         scratch = [
+            tuple(plgpu.SMEM(in_smem, arrays[program.inputs[x].operand].dtype) for x in kept),
             plgpu.SMEM((stages, many, WARPS * warpgroups, numbers), jnp.float32),
             plgpu.SMEM((stages, many, cluster, numbers), jnp.float32) if cluster > 1 and not in_memory else None,
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=1),
@@ -308,9 +334,14 @@ def run_channels(
             else None,
         ]
 
-        def body(partials: Any, exchanged: Any, of_cta: Any, of_cluster: Any) -> None:
+        def body(chunks: Any, partials: Any, exchanged: Any, of_cta: Any, of_cluster: Any) -> None:
             arrived = [x if x is None else x.at[0] for x in (of_cta, of_cluster)]
-            cta(partials=partials, exchanged=out[-1] if in_memory else exchanged, arrived=arrived).run()
+            cta(
+                chunks=dict(zip(kept, chunks, strict=True)),
+                partials=partials,
+                exchanged=out[-1] if in_memory else exchanged,
+                arrived=arrived,
+            ).run()
 
         pl.run_scoped(body, *scratch, collective_axes="warpgroup")
 
@@ -362,11 +393,18 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
 
         return Space(
             ChannelSchedule,
-            choices={"warps": (8, 4, 16), "vector": _vectors(p), "accesses": (4, 2, 8, 1), "cluster": (8, 4, 2, 1)},
+            choices={
+                "warps": (8, 4, 16),
+                "vector": _vectors(p),
+                "accesses": (4, 2, 8, 1),
+                "cluster": (8, 4, 2, 1),
+                "kept": (0, 4, 7, 8),
+            },
             rules={
                 "a chunk is no longer than a CTA's positions": lambda s: (
                     (plan(s).chunk <= plan(s).part) & (plan(s).part_overlap <= plan(s).part)
                 ),
+                "SMEM has a chunk or more, or none": lambda s: (s.kept == 0) | (plan(s).chunks * s.kept >= 8),
                 "a thread loads 32 registers at once at most, each with up to two elements to widen": lambda s: (
                     s.accesses * s.vector <= 32 * np.minimum(word, 2)
                 ),
