@@ -334,3 +334,27 @@ _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
     "reduce_max": arith.maximumf,
     "reduce_min": arith.minimumf,
 }
+
+
+def opaque(number: int) -> Any:
+    """Returns a number that compilers do not know: they unroll short loops, for twice the registers of a thread."""
+
+    @mosaic_gpu_code(
+        lambda: jnp.int32(number), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    )
+    def read(_: Any) -> Any:
+        bits = ir.IntegerType.get_signless(32)
+        value = llvm.inline_asm(bits, [mgpu.c(number, bits)], OPAQUE, "=r,r")
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return read()
+
+
+# PTX ISA, %nsmid: the number of cores, which is not 0.
+OPAQUE = """{
+    .reg .pred none;
+    .reg .b32 cores;
+    mov.u32 cores, %nsmid;
+    setp.eq.u32 none, cores, 0;
+    selp.b32 $0, 0, $1, none;
+}"""

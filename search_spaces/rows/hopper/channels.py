@@ -33,6 +33,7 @@ from search_spaces.rows.hopper.channel_layout import (
     exchange,
     kept_inputs,
     most_statistics,
+    opaque,
 )
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK
@@ -127,7 +128,7 @@ class _Cta:
             def step(i: Any, carry: Any, begin: int = begin, end: int = end, kept: bool = kept) -> Any:
                 return body(begin + end - 1 - i if backwards else i, carry, kept=kept)
 
-            carry = lax.fori_loop(begin, end, step, carry) if end > begin else carry
+            carry = lax.fori_loop(begin, opaque(end), step, carry) if end > begin else carry
         return carry
 
     def _inputs(self, kind: str) -> list[int]:
@@ -160,7 +161,8 @@ class _Cta:
             return stage.update(found, [(v, self._mask(chunk, at) if masked else None) for at, v in each])
 
         def loop(found: Statistics) -> Statistics:
-            return self._over(first, last, update, found, backwards=backwards)  # type: ignore[no-any-return]
+            statistics: Statistics = self._over(first, last, update, found, backwards=backwards)
+            return statistics
 
         def alone(chunk: int) -> Callable[[Statistics], Statistics]:
             return lambda found: update(jnp.int32(chunk), found, kept=chunk < plan.kept_chunks, masked=True)
