@@ -323,7 +323,8 @@ class AdjacentChannels:
             made[...] = np.vectorize(joined, otypes=[object])(made)
             return mgpu.FragmentedArray(_registers=made, _layout=numbers.layout, _is_signed=None)
 
-        return reduce_in_thread(numbers)  # type: ignore[no-any-return]
+        reduced: jax.Array = reduce_in_thread(numbers)
+        return reduced
 
     def broadcast(self, numbers: jax.Array) -> jax.Array:
         return numbers
@@ -344,7 +345,7 @@ def opaque(number: int) -> Any:
     )
     def read(_: Any) -> Any:
         bits = ir.IntegerType.get_signless(32)
-        value = llvm.inline_asm(bits, [mgpu.c(number, bits)], OPAQUE, "=r,r")
+        value: Any = llvm.inline_asm(bits, [mgpu.c(number, bits)], OPAQUE, "=r,r")
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return read()

@@ -465,7 +465,7 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
 
 
 def _vectors(p: GroupNormProblem) -> tuple[int, ...]:
-    """Returns elements per access, widest first, for which threads have whole groups, or parts of one."""
+    """Returns the two largest numbers of elements per access for which threads have whole groups, or parts of one."""
     found = []
     for x in (8, 4, 2, 1):
         line = WARP * x
@@ -473,4 +473,4 @@ def _vectors(p: GroupNormProblem) -> tuple[int, ...]:
         divides = max(p.channels, line) % block == 0 and block % p.group == 0
         if divides and max(p.group, x) % min(p.group, x) == 0 and WARPS * line // block <= p.positions:
             found.append(x)
-    return tuple(x for x in found if x * jnp.dtype(p.dtype).itemsize <= ACCESS_BYTES)
+    return tuple(x for x in found if x * jnp.dtype(p.dtype).itemsize <= ACCESS_BYTES)[:2]
