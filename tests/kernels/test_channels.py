@@ -1,6 +1,7 @@
 """Group norm of arrays with channels last: Hopper's kernel, interpreted and as machine code, and tuned calls."""
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -60,11 +61,10 @@ def test_another_program_reduces_positions_for_each_channel():
         y = x.astype(jnp.float32)
         return jnp.max(y), jax.nn.logsumexp(y)
 
-    samples, positions, channels = 2, 45, 64
-    program, _ = trace(largest, [jax.ShapeDtypeStruct((positions,), jnp.bfloat16)], ["row"])
-    x = jax.random.normal(jax.random.key(0), (samples, positions, channels), jnp.bfloat16)
-    plan = ChannelPlan(positions, channels, group=1, vector=8, warpgroups=1, accesses=1, cluster=2)
-    result = jax.ShapeDtypeStruct((samples, channels), jnp.float32)
+    program, _ = trace(largest, [jax.ShapeDtypeStruct((45,), jnp.bfloat16)], ["row"])
+    x = jax.random.normal(jax.random.key(0), (2, 45, 64), jnp.bfloat16)
+    plan = ChannelPlan(45, 64, group=1, vector=8, warpgroups=1, accesses=1, cluster=2)
+    result = jax.ShapeDtypeStruct((2, 64), jnp.float32)
     with gpu_interpreter():
         top, total = run_channels(online(program), plan, [result, result], [x])
     np.testing.assert_array_equal(top, x.max(1).astype(jnp.float32))
@@ -81,12 +81,8 @@ def test_the_kernel_requests_the_smem_that_its_footprint_declares_and_refuses_ot
 def test_a_call_its_derivative_and_a_batch():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 32))
     weight, bias = jnp.arange(32.0), jnp.ones(32)
-
-    def tuned(x, weight, bias):
-        return scheduler.tuned_group_norm(x, weight, bias, groups=8, eps=1e-5)
-
-    def plain(x, weight, bias):
-        return group_norm(x, weight, bias, group=4, eps=1e-5)
+    tuned = functools.partial(scheduler.tuned_group_norm, groups=8, eps=1e-5)
+    plain = functools.partial(group_norm, group=4, eps=1e-5)
 
     for function in (lambda f: f, lambda f: jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1, 2))):
         found, right = (function(f)(x, weight, bias) for f in (tuned, plain))
