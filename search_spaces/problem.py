@@ -367,6 +367,10 @@ class Problem(abc.ABC):
         told = always | self.non_default_fields()
         return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
 
+    def brief(self) -> str:
+        """Formats the problem for a report."""
+        return str(self)
+
     def non_default_fields(self) -> dict[str, int | bool | str]:
         """Returns the fields that differ from their defaults. 1, a NumPy bool and True become one value."""
         types = _types(type(self))

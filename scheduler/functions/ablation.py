@@ -184,7 +184,7 @@ class Replaced:
 
     def __str__(self) -> str:
         at = f", for {self.line}" if self.line else ""
-        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason}){at}"
+        return f"{self.operation} {self.problem.brief()} by {self.backend} {self.schedule} ({self.reason}){at}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Compares whole functions: whether two runs agree up to rounding, and which version is faster."""
+"""Compares functions and parts of them: whether two runs agree up to rounding, and which version is faster."""
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -22,8 +23,10 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
+from search_spaces import recognise
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
+from search_spaces.recognise import Node, Region, Value
 
 # ------------------------------------------------------------------------------
 # Checks whether two runs of a function agree up to rounding.
@@ -140,6 +143,68 @@ def _difference_text(name: str, right: Any, off: Any) -> str:
     if off[2]:
         return f"{off[2]:.0f} elements of {result} are finite in one of them alone"
     return f"{result} differs by {off[0]:.2g} of its size in the mean square and by {off[1]:.2g} of its largest element"
+
+
+# ------------------------------------------------------------------------------
+# Compares a region with the tuned calls that replace it, on random inputs.
+
+# (operation, problem, params, operands) -> results of a tuned call.
+TunedCall = Callable[..., Any]
+
+_checked: dict[Any, str | None] = {}
+
+
+def region_disagreement(region: Region, calls: Sequence[TunedCall], key: Any = None) -> str | None:
+    """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
+
+    Both are computed once for each kind of region on this device, for standard normal inputs of the same shapes.
+
+    Args:
+      key: what else the calls depend on, such as their schedules.
+    """
+    inputs = tuple(x for stage in region.stages for x in stage.inputs)
+    nodes = recognise.equations_between((*inputs, *region.results), region.roots)
+    text = recognise.program_text(nodes, region.roots, region.results)
+    problems = [stage.problem for stage in region.stages]
+    if (kind := (text, tuple(problems), key)) not in _checked:
+        _checked[kind] = _region_disagreement(region, calls, nodes, inputs, rounding(problems))
+    return _checked[kind]
+
+
+def _region_disagreement(
+    region: Region, calls: Sequence[TunedCall], nodes: Sequence[Node], inputs: Sequence[Value], rounding: float
+) -> str | None:
+    roots = [id(x) for x in region.roots]
+
+    @jax.jit
+    def plain(*arrays: Any) -> list[Any]:
+        return recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), region.results)
+
+    @jax.jit
+    def tuned(*arrays: Any) -> list[Any]:
+        given = recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), inputs)
+        values = iter(given)
+        handed_on, results = None, list[Any]()
+        for stage, call in zip(region.stages, calls, strict=True):
+            found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
+            results += found
+        return results
+
+    def compared() -> str | None:
+        arrays = [
+            jax.random.normal(jax.random.key(i), x.shape, jnp.float32).astype(x.dtype)
+            for i, x in enumerate(region.roots)
+        ]
+
+        def sensitivity() -> Any:
+            return plain(*(rounded_differently(x, i) for i, x in enumerate(arrays)))
+
+        return disagreement(plain(*arrays), tuned(*arrays), rounding, sensitivity)
+
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+        return compared()
+    with concurrent.futures.ThreadPoolExecutor(1) as outside:  # a trace belongs to its thread
+        return outside.submit(compared).result()
 
 
 # ------------------------------------------------------------------------------

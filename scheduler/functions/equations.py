@@ -210,8 +210,9 @@ def operations_by_primitive() -> Mapping[Any, tuple[Operation[Any], ...]]:
 
 
 def replacing_operations() -> tuple[Operation[Any], ...]:
-    """Returns the operations that can replace equations, without duplicates."""
-    return tuple(dict.fromkeys(itertools.chain(*operations_by_primitive().values())))
+    """Returns the operations that can replace equations or regions, without duplicates."""
+    of_regions = [operation for operation in map(load, OPERATIONS) if operation.regions is not None]
+    return tuple(dict.fromkeys(itertools.chain(*operations_by_primitive().values(), of_regions)))
 
 
 def match(

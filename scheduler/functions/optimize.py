@@ -61,16 +61,17 @@ def optimize(
     seconds: float = comparison.INTERLEAVED_S,
     **jit_options: Any,
 ) -> Optimized:
-    """Returns `fn` jitted, with tuned kernels in place of its matmuls and attention where the whole function is faster.
+    """Returns `fn` jitted, with tuned kernels for matmuls, attention and rows where the whole function is faster.
 
     Three kinds of equations become tuned calls while `fn` is lowered: matmuls (`lax.dot_general`, also from
     `jnp.matmul`, `jnp.einsum` and models), grouped products (`lax.ragged_dot`), and attention that requests cuDNN
     (``jax.nn.dot_product_attention(implementation="cudnn")``). They are also replaced in backward passes, scans, remat,
-    custom derivatives and batches. An equation is replaced only if a record or the cost model selects a kernel for it.
-    JAX lowers every other equation as usual, with three exceptions on a single device. A scatter that adds one number
-    to each row of zeros, as in the gradient of a cross-entropy, becomes a selection, which XLA fuses. On NVIDIA GPUs, a
-    product with unaligned rows (a vocabulary of 50257) is padded. A backward pass computes activations again rather
-    than reading them.
+    custom derivatives and batches. Row programs, such as norms, softmaxes, cross-entropies and their backward passes,
+    are replaced as a whole, with the elementwise equations around them. An equation is replaced only if a record or the
+    cost model selects a kernel for it. JAX lowers every other equation as usual, with three exceptions on a single
+    device. A scatter that adds one number to each row of zeros, as in the gradient of a cross-entropy, becomes a
+    selection, which XLA fuses. On NVIDIA GPUs, a product with unaligned rows (a vocabulary of 50257) is padded. A
+    backward pass computes activations again rather than reading them.
 
     The first call for each combination of shapes, dtypes, weak types, shardings, static arguments and structure
     compiles both versions and runs both on the arguments. Their results are compared, and they are timed in interleaved

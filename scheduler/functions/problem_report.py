@@ -49,7 +49,7 @@ def problem_figures(found: Problems) -> list[tuple[str, str, str]]:
 
 
 def describe_problems(row: ProblemCount) -> str:
-    return f"{row.operation.name} {row.problem}"
+    return f"{row.operation.name} {row.problem.brief()}"
 
 
 def times(row: ProblemCount) -> str:

@@ -342,13 +342,13 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 def optimized_problems(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Problems:
     """Returns the problems that `scheduler.optimize` poses for ``fn(*args, **kwargs)``, the most expensive first.
 
-    These are attention, forward and backward, matmuls, and the tuned calls of `fn`. What a record or the cost model
-    leaves to XLA is listed, too. Arguments and errors are those of `problems`.
+    These are attention, forward and backward, row programs, matmuls, and the tuned calls of `fn`. What a record or the
+    cost model leaves to XLA is listed, too. Arguments and errors are those of `problems`.
     """
     chip = _chip()
     pure = pure_call(fn, tuple(args), dict(kwargs))
     function = equations.traced(pure.function, *pure.arrays)
-    jaxpr = listed_calls(function.jaxpr, function.constants)
+    jaxpr = listed_calls(function.jaxpr, function.constants, chip.platform)
     stored = equations.layouts_around(jaxpr, equations.operations_by_primitive().keys())
     tuned = ProblemCounter(chip)
     for body in (each for each in equations.bodies(jaxpr) if isinstance(each, Body)):

@@ -16,8 +16,9 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
-from scheduler.functions import rewriting
-from scheduler.functions.rewriting import Found, Rewriter, Rewritten, TunedCall
+from scheduler.functions import comparison
+from scheduler.functions.comparison import TunedCall
+from scheduler.functions.rewriting import Found, Rewriter, Rewritten
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -32,7 +33,7 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
     Args:
       options: operation name -> options for selecting its kernel.
       platform: the platform of this process on which the calls run.
-      others: whether other equations are changed, too, where XLA computes the new ones faster.
+      others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
 
     Raises:
       CacheMiss: there is no record and the policy is "error".
@@ -43,29 +44,30 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
             found = dispatch.decide(operation, problem, platform, options[operation.name])
         except NoCandidate as error:
             return str(error)
-        reason = f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"
+        reason = f"{found.kernel.backend} is selected for {operation.name} {problem.brief()}: {found.reason}"
         return reason if found.kernel.library else None
 
     def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
 
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        return rewriting.disagreement(region, calls, key=(platform, *options.values()))
+        return comparison.region_disagreement(region, calls, key=(platform, *options.values()))
 
-    return Rewriter(unless, call, check, platform if others else None).rewrite(jaxpr)
+    return Rewriter(unless, call, check, platform if others else None, last=others).rewrite(jaxpr)
 
 
-def listed_calls(jaxpr: Any, constants: Sequence[Any]) -> Any:
+def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:
     """Returns an open jaxpr with a tuned call in place of each region, whichever kernel is selected for it.
 
     Args:
       constants: for ``jaxpr.constvars``.
+      platform: for which other equations are changed, too.
     """
 
     def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         return tuned_call(operation, problem, *operands, params=params, options=dispatch.options(operation))
 
-    rewriter = Rewriter(lambda operation, problem: None, call, lambda region, calls: None)
+    rewriter = Rewriter(lambda operation, problem: None, call, lambda region, calls: None, platform, last=True)
     return fingerprint.opened_jaxpr(rewriter.rewrite(core.ClosedJaxpr(jaxpr, constants)).jaxpr)
 
 

@@ -1,20 +1,19 @@
-"""Replaces regions of a jaxpr, such as attention, by tuned calls, and equations by others that XLA computes faster."""
+"""Replaces regions of a jaxpr, such as attention and norms, by tuned calls, and equations by others that are faster."""
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
 from scheduler.core.frames import Call
-from scheduler.functions import comparison, equations
+from scheduler.functions import equations
+from scheduler.functions.comparison import TunedCall
 from search_spaces import OPERATIONS, aligned, fingerprint, load, lowering_compat, recognise, remat, scatters
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -24,9 +23,6 @@ from search_spaces.remat import Recomputed
 # Calls whose bodies are searched together with the equations around them. Not `jax.checkpoint`: its body is computed
 # again on purpose.
 _INLINED = CALLS - {"checkpoint", "remat", "remat2"}
-
-# (operation, problem, params, operands) -> results of a tuned call.
-TunedCall = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +48,7 @@ class Found:
 
     def __str__(self) -> str:
         at = f"{self.source}: " if self.source else ""
-        calls = " and ".join(f"{operation.name} {problem}" for operation, problem in self.calls)
+        calls = " and ".join(f"{operation.name} {problem.brief()}" for operation, problem in self.calls)
         return f"{at}left to XLA: {self.reason}" if self.reason else f"{at}{calls}"
 
 
@@ -87,6 +83,7 @@ class Rewriter:
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
       check: ``check(region, calls)`` returns how the calls disagree with the equations of a region, or None.
       platform: for which other equations are changed, too; None leaves them as they are.
+      last: whether regions of operations with `regions_last` are replaced, too.
     """
 
     def __init__(
@@ -95,16 +92,26 @@ class Rewriter:
         call: TunedCall,
         check: Callable[[Region, Sequence[TunedCall]], str | None],
         platform: str | None = None,
+        *,
+        last: bool = False,
     ) -> None:
-        self._unless, self._call, self._check, self._platform = unless, call, check, platform
-        self._operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
+        self._unless, self._call, self._check = unless, call, check
+        operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
+        first = [operation for operation in operations if not operation.regions_last]
+        rest = [operation for operation in operations if operation.regions_last and last]
+        # Of each pass: the operations, whether regions may span a scan and that of its backward pass, the platform.
+        self._passes = [(first, True, platform), *([(rest, False, None)] if rest else [])]
+        self._operations, self._in_pairs, self._platform = self._passes[0]
         self._found: list[Found] = []
         self._other_changes: dict[str, None] = {}
 
     def rewrite(self, jaxpr: Any) -> Rewritten:
         """Returns a closed jaxpr with regions replaced by tuned calls, at any nesting."""
         self._found, self._other_changes = [], {}
-        return Rewritten(self._rewritten(jaxpr, {}, 1), tuple(self._found), tuple(self._other_changes))
+        for each in self._passes:
+            self._operations, self._in_pairs, self._platform = each
+            jaxpr = self._rewritten(jaxpr, {}, 1)
+        return Rewritten(jaxpr, tuple(self._found), tuple(self._other_changes))
 
     def _rewritten(self, closed: Any, known: Mapping[Any, Value], count: int) -> Any:
         graph = _graph(closed, known)
@@ -121,7 +128,7 @@ class Rewriter:
 
     def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
         bodies, pairs = dict[int, Any](), dict[int, _Scan]()
-        for forward, backward in _pairs_of_scans(graph):
+        for forward, backward in _pairs_of_scans(graph) if self._in_pairs else ():
             pairs |= self._pair(forward, backward, graph, count)
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
@@ -350,15 +357,50 @@ class _Evaluation:
         return found
 
     def _run(self, items: Sequence[Node | Inlined]) -> None:
+        waiting = list(self._opened(items))
+        while waiting:  # a region waits for the last of its inputs, and others for its results
+            later = [item for item in waiting if not self._run_item(item)]
+            waiting = later if len(later) < len(waiting) else self._unlocked(later)
+
+    def _unlocked(self, items: Sequence[Node | Inlined]) -> list[Node | Inlined]:
+        """Returns the items that wait for each other, without what can be computed otherwise.
+
+        A call may have results that do not need all of its inputs. If a region is not replaced, its equations may need
+        a result of another region that needs a result of the first; the equations of the second compute it, too.
+        """
+        if any(isinstance(item, Inlined) for item in items):
+            return [each for item in items for each in (item.items if isinstance(item, Inlined) else (item,))]
+        ready = next(item for item in items if all(map(self._is_known, item.inputs)))
+        self._evaluate(ready)
+        return [item for item in items if item is not ready]
+
+    def _opened(self, items: Sequence[Node | Inlined]) -> Iterator[Node | Inlined]:
         for item in items:
             if isinstance(item, Inlined) and self._is_opened(item):
-                self._run(item.items)
-            elif isinstance(item, Node) and any(id(x) in self._stage_of for x in item.results):
-                (result,) = item.results
-                self.run_stage(*self._stage_of[id(result)])
+                yield from self._opened(item.items)
             else:
-                found = self._evaluated(item)
-                self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
+                yield item
+
+    def _run_item(self, item: Node | Inlined) -> bool:
+        """Computes the results of an item; returns False if not all of its inputs are known yet."""
+        if isinstance(item, Node) and any(id(x) in self._stage_of for x in item.results):
+            (result,) = item.results
+            replacement, number = self._stage_of[id(result)]
+            if not all(map(self._is_known, replacement.region.stages[number].inputs)):
+                return False
+            self.run_stage(replacement, number)
+        elif not all(map(self._is_known, item.inputs)):
+            return False
+        else:
+            self._evaluate(item)
+        return True
+
+    def _evaluate(self, item: Node | Inlined) -> None:
+        found = self._evaluated(item)
+        self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
+
+    def _is_known(self, x: Value) -> bool:
+        return id(x) in self._values or x.literal is not None
 
     def _evaluated(self, item: Node | Inlined) -> list[Any]:
         read = self._read_again if id(item) in self._changes.of_backward else self._read
@@ -437,63 +479,3 @@ def _without_constants(closed: Any) -> Any:
     """Returns an open jaxpr, for parameters that hold one."""
     assert not closed.consts, "an open jaxpr cannot hold constants"
     return fingerprint.opened_jaxpr(closed)
-
-
-# ------------------------------------------------------------------------------
-# Compares a region with the tuned calls that replace it, on random inputs.
-
-
-_checked: dict[Any, str | None] = {}
-
-
-def disagreement(region: Region, calls: Sequence[TunedCall], key: Any = None) -> str | None:
-    """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
-
-    Both are computed once for each kind of region on this device, for standard normal inputs of the same shapes.
-
-    Args:
-      key: what else the calls depend on, such as their schedules.
-    """
-    inputs = tuple(x for stage in region.stages for x in stage.inputs)
-    nodes = recognise.equations_between((*inputs, *region.results), region.roots)
-    text = recognise.program_text(nodes, region.roots, region.results)
-    problems = [stage.problem for stage in region.stages]
-    if (kind := (text, tuple(problems), key)) not in _checked:
-        _checked[kind] = _disagreement(region, calls, nodes, inputs, comparison.rounding(problems))
-    return _checked[kind]
-
-
-def _disagreement(
-    region: Region, calls: Sequence[TunedCall], nodes: Sequence[Node], inputs: Sequence[Value], rounding: float
-) -> str | None:
-    roots = [id(x) for x in region.roots]
-
-    @jax.jit
-    def plain(*arrays: Any) -> list[Any]:
-        return recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), region.results)
-
-    @jax.jit
-    def tuned(*arrays: Any) -> list[Any]:
-        given = recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), inputs)
-        values = iter(given)
-        handed_on, results = None, list[Any]()
-        for stage, call in zip(region.stages, calls, strict=True):
-            found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
-            results += found
-        return results
-
-    def compared() -> str | None:
-        arrays = [
-            jax.random.normal(jax.random.key(i), x.shape, jnp.float32).astype(x.dtype)
-            for i, x in enumerate(region.roots)
-        ]
-
-        def sensitivity() -> Any:
-            return plain(*(comparison.rounded_differently(x, i) for i, x in enumerate(arrays)))
-
-        return comparison.disagreement(plain(*arrays), tuned(*arrays), rounding, sensitivity)
-
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):
-        return compared()
-    with concurrent.futures.ThreadPoolExecutor(1) as outside:  # a trace belongs to its thread
-        return outside.submit(compared).result()

@@ -142,7 +142,7 @@ SEVERAL_PROCESSES = (
     "each process of a job would decide for itself, and processes could differ: give them one plan (scheduler.plan)"
 )
 PLANNED = "the plan selects the kernels, identically in all processes of the job"
-NOTHING_REPLACED = "no kernel is selected for its matmuls, grouped products or attention"
+NOTHING_REPLACED = "no kernel is selected for its matmuls, grouped products, attention or row programs"
 
 
 @dataclasses.dataclass(frozen=True)

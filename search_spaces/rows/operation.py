@@ -31,6 +31,7 @@ from search_spaces.rows.problem import (
     shard,
 )
 from search_spaces.rows.program import evaluate
+from search_spaces.rows.regions import find
 from search_spaces.rows.tpu import TpuRows
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target, not_interpreted
@@ -380,7 +381,14 @@ def _name(p: RowProblem) -> str:
 
 
 ROWS: Operation[ProgramProblem] = Operation(
-    "rows", ProgramProblem, kernels(XlaRows()), jvp=jvp_rule(_of_programs), front_end=bind_program, **_RULES
+    "rows",
+    ProgramProblem,
+    kernels(XlaRows()),
+    jvp=jvp_rule(_of_programs),
+    front_end=bind_program,
+    regions=find,
+    regions_last=True,
+    **_RULES,
 )
 ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
     "rows_jvp", ProgramTangentProblem, (XlaRows(),), transpose=transpose_rule(_of_programs), **_RULES

@@ -223,6 +223,12 @@ class ProgramProblem(RowProblem):
     def program(self) -> Program:
         return _parsed(self.text)
 
+    def brief(self) -> str:
+        """Formats the problem without the equations of its program."""
+        program = self.program
+        read, written = (", ".join(f"{x.kind} {x.dtype}" for x in arrays) for arrays in self.arrays)
+        return f"rows={self.rows} columns={program.columns} ({read} -> {written})"
+
     def coordinates(self) -> Mapping[str, int | bool | str]:
         program = self.program
         like = [e.name for e in program.equations], [x.dtype for x in program.operands]

@@ -15,6 +15,7 @@ from jax import lax
 
 from search_spaces.recognise import Node, Value, graph
 from search_spaces.rows.builder import Builder, NoProgram
+from search_spaces.rows.elementwise import SAME_NAMES
 from search_spaces.rows.program import Atom, Number, Operand, Program, Result, within
 from search_spaces.rows.shapes import Array, Shapes, broadcast, no_shape, objects
 
@@ -111,14 +112,6 @@ def _segments(
     return next(iter(found)) if len(found) == 1 else None
 
 
-_SAME = {
-    "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "max": "max", "min": "min", "neg": "neg",
-    "abs": "abs", "sign": "sign", "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "expm1": "expm1",
-    "tanh": "tanh", "logistic": "logistic", "erf": "erf", "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor",
-    "ceil": "ceil", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "and": "and", "or": "or",
-    "xor": "xor", "shift_left": "shift_left", "shift_right_arithmetic": "shift_right_arithmetic",
-    "shift_right_logical": "shift_right_logical",
-}  # fmt: skip
 _COPIES = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "reshard", "pcast"})
 
 
@@ -218,7 +211,7 @@ class _Reader(Shapes):
             self._split(node)
             return
         method = getattr(self, f"_{node.name}", None)
-        if node.name in _SAME or node.name in ("div", "rem"):
+        if node.name in SAME_NAMES or node.name in ("div", "rem"):
             found = self._elementwise(node, self._named(node))
         elif method is None:
             raise NoProgram(f"uses {node.name}, which kernels on rows do not compute")
@@ -234,7 +227,7 @@ class _Reader(Shapes):
             raise NoProgram("uses the remainder of floating-point numbers")
         if node.name == "sign" and not floating:
             raise NoProgram("uses the sign of integers")
-        return _SAME.get(node.name, node.name)
+        return SAME_NAMES.get(node.name, node.name)
 
     def _elementwise(self, node: Node, name: str) -> Array:
         arrays = [self._array(x) for x in node.inputs]

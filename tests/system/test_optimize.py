@@ -353,6 +353,7 @@ def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_l
         "ragged_dot_weights": {"mosaic_tpu"},
         "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
         "flash_attention_backward": {"xla"},
+        "rows": {"mosaic_tpu"},
     }
     everything = scheduler.optimize(lambda a: a @ a)
     assert {options.backends for options in everything._current_options()} == {None}

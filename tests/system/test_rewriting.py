@@ -14,7 +14,7 @@ from jax.extend import core
 import scheduler
 from scheduler.cli.app import main
 from scheduler.dispatch.primitive import library
-from scheduler.functions import comparison, rewriting
+from scheduler.functions import comparison
 from scheduler.functions.rewriting import Rewriter
 from scheduler.search import jobs
 
@@ -36,7 +36,7 @@ def _by_library(operation, problem, params, *operands):
 
 
 def _rewritten(fn, *args):
-    rewriter = Rewriter(lambda operation, problem: None, _by_library, rewriting.disagreement)
+    rewriter = Rewriter(lambda operation, problem: None, _by_library, comparison.region_disagreement)
     return rewriter.rewrite(jax.make_jaxpr(fn)(*args))
 
 
@@ -147,7 +147,7 @@ def test_a_region_whose_calls_disagree_is_left_alone():
     def wrong(operation, problem, params, *operands):
         return jax.tree.map(lambda x: x * 1.05, _by_library(operation, problem, params, *operands))
 
-    found = Rewriter(lambda operation, problem: None, wrong, rewriting.disagreement).rewrite(
+    found = Rewriter(lambda operation, problem: None, wrong, comparison.region_disagreement).rewrite(
         jax.make_jaxpr(lambda q, k, v: _with(lambda s: s * 0.3)(q, k, v))(*_qkv())
     )
     assert ["disagree with its equations" in each.reason for each in found.found] == [True]

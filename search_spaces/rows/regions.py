@@ -1,0 +1,400 @@
+"""Finds row programs in the jaxpr of any code: norms, softmaxes, losses, and their backward passes.
+
+A region grows from a reduction along the last axis, or from a sum over the rows, through elementwise equations, while
+that lowers the traffic: XLA stores and reads again an array that enters or leaves a reduction's kernel. Elementwise
+equations that other equations need, too, stay where they are, and XLA fuses them with their readers: a region then
+repeats them. No input of a region depends on a result of it, so all of its inputs can be computed before it runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from search_spaces.recognise import Graph, Node, Region, Stage, Value, program_text
+from search_spaces.rows.one_row import ALONG_ROW, Lead, Roles, Run, is_fusable, lengths, program_of, reduces, roles_of
+from search_spaces.rows.problem import ProgramProblem
+
+# Arrays that a region reads and writes have at least these bytes: fewer stay in a chip's caches.
+LEAST_BYTES = 2**20
+LEAST_ROWS, LEAST_COLUMNS = 8, 16
+# Limits of a region: arrays of rows that it reads and writes, their parts, and equations.
+MOST_ARRAYS, MOST_PARTS, MOST_EQUATIONS = 12, 16, 256
+
+Nodes = dict[int, Node]  # in no order, by their ``id``
+
+
+def find(graph: Graph) -> Iterator[Region]:
+    """Yields the row programs of a jaxpr, in the order of their first reductions."""
+    search = _Search(graph)
+    for node in search.nodes:
+        lead = _lead(node)
+        if lead is None or id(node) in search.taken or id(node) not in search.place:
+            continue
+        draft = search.grown(node, lead)
+        if draft is not None and (region := search.region(draft)) is not None:
+            search.accept(draft)
+            yield region
+
+
+def _lead(node: Node) -> Lead | None:
+    """Returns the leading axes of the rows that an equation reduces; None if it reduces no rows."""
+    if node.name not in ALONG_ROW or len(node.inputs[0].shape) < 2:
+        return None
+    shape, last = node.inputs[0].shape, len(node.inputs[0].shape) - 1
+    if 4 * MOST_ARRAYS * math.prod(shape) < LEAST_BYTES or shape[last] < LEAST_COLUMNS:
+        return None
+    if roles_of(node, shape[:last], {}) is None:
+        return None
+    return shape[:last] if math.prod(shape[:last]) >= LEAST_ROWS else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Draft:
+    """Equations that may become a region.
+
+    Attributes:
+      roles: the role of each of their arrays, by its ``id``.
+      inputs, results: the arrays that they read, and those that others need of them.
+    """
+
+    lead: Lead
+    nodes: Nodes
+    roles: Roles
+    inputs: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+class _Search:
+    """A graph, and the regions found in it so far.
+
+    Attributes:
+      nodes: the equations in order.
+      place: the number of each equation that a result of the graph needs, by its ``id``.
+      taken: the ``id`` of the reductions of regions.
+      stored: the ``id`` of arrays that no later region computes, such as the results of regions.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self._returned = {id(x) for x in graph.results}
+        live = _live(graph)
+        self.place = {id(node): i for i, node in enumerate(self.nodes) if id(node) in live}
+        self._users = collections.defaultdict[int, dict[int, Node]](dict)
+        for node in self.nodes:
+            for x in node.inputs if id(node) in live else ():
+                self._users[id(x)][id(node)] = node
+        self.taken, self.stored = set[int](), set[int]()
+        # What is compared exactly, as in the gradient of a maximum: another kernel could round it differently.
+        equal = [node for node in self.nodes if id(node) in live and node.name in ("eq", "ne")]
+        self._exact = {id(x) for node in equal for x in node.inputs if jnp.issubdtype(x.dtype, jnp.floating)}
+        self._regions: dict[int, _Draft] = {}
+        self._before: dict[int, int] = {}
+        self._texts: dict[str, str | None] = {}
+
+    def accept(self, draft: _Draft) -> None:
+        self.taken |= {id(node) for node in draft.nodes.values() if reduces(node)}
+        self.stored |= {id(x) for x in draft.results} | ({id(x) for x in draft.inputs} & self._exact)
+        self._regions |= {id(x): draft for x in draft.results}
+        self._before = {}
+
+    # ------------------------------------------------------------------------------
+    # Growth.
+
+    def grown(self, seed: Node, lead: Lead) -> _Draft | None:
+        roles = roles_of(seed, lead, {})
+        draft = None if roles is None else self._draft(lead, {id(seed): seed}, roles)
+        after = draft
+        while after is not None:
+            draft, after = after, None
+            for x, user in [*self._around(draft)]:
+                after = self._larger(after or draft, x, user) or after
+        return None if draft is None else self._without_others(draft)
+
+    def _around(self, draft: _Draft) -> Iterator[tuple[Value, Node | None]]:
+        """Yields the inputs of a draft, and the equations that read its arrays with one of these arrays."""
+        yield from ((x, None) for x in draft.inputs)
+        made = [x for node in draft.nodes.values() for x in node.results]
+        for x in (*made, *draft.inputs):
+            if draft.roles[id(x)] in ("row", "scalar"):
+                yield from ((x, user) for user in self._users[id(x)].values())
+
+    def _larger(self, draft: _Draft, x: Value, user: Node | None) -> _Draft | None:
+        """Returns a draft with the equations that compute an input, or with one that reads an array; None if worse."""
+        if user is None:
+            cone = self._cone(draft, [x])
+            return self._unless_worse(draft, cone) or (
+                self._unless_worse(draft, dict([*cone.items()][:1])) if len(cone) > 1 else None
+            )
+        if id(user) in draft.nodes or not self._is_free(user):
+            return None
+        roles = roles_of(user, draft.lead, draft.roles)
+        if roles is None:
+            return None
+        others = [each for each in user.inputs if id(each) not in draft.roles]
+        cone = self._cone(dataclasses.replace(draft, roles=draft.roles | roles), others)
+        return self._unless_worse(draft, {id(user): (user, roles)} | cone, user)
+
+    def _without_others(self, draft: _Draft) -> _Draft | None:
+        """Returns a draft without equations that its results do not need."""
+        needed = {id(x) for x in draft.results}
+        for node in reversed(self._in_order(draft.nodes)):
+            if any(id(x) in needed for x in node.results):
+                needed |= {id(x) for x in node.inputs}
+        kept = {key: node for key, node in draft.nodes.items() if any(id(x) in needed for x in node.results)}
+        return self._draft(draft.lead, kept, draft.roles)
+
+    def _in_order(self, nodes: Nodes) -> list[Node]:
+        return sorted(nodes.values(), key=lambda node: self.place[id(node)])
+
+    def _is_free(self, node: Node) -> bool:
+        free = id(node) in self.place and id(node) not in self.taken and not node.equation.effects
+        return free and not any(id(x) in self.stored for x in node.results)
+
+    def _cone(self, draft: _Draft, values: Iterable[Value]) -> dict[int, tuple[Node, Roles]]:
+        """Returns equations that compute arrays and that a region may have, with their roles, the last one first."""
+        found: dict[int, tuple[Node, Roles]] = {}
+        roles, left = dict(draft.roles), list(values)
+        while left and len(found) < MOST_EQUATIONS:
+            x = left.pop()
+            node = x.node
+            if node is None or id(node) in draft.nodes or id(node) in found or not self._is_free(node):
+                continue
+            own = roles_of(node, draft.lead, roles)
+            if own is not None and own[id(x)] != "row sum":
+                found[id(node)] = node, own
+                roles |= own
+                left += node.inputs
+        return found
+
+    def _unless_worse(
+        self, draft: _Draft, more: Mapping[int, tuple[Node, Roles]], user: Node | None = None
+    ) -> _Draft | None:
+        """Returns the draft with more equations; None if that is no region, or one of more traffic."""
+        roles = draft.roles.copy()
+        for _, own in more.values():
+            roles |= own
+        nodes = draft.nodes | {key: node for key, (node, _) in more.items()}
+        larger = self._draft(draft.lead, nodes, roles) if more else None
+        if larger is None:
+            return None
+        saved = self._saved(draft, larger)
+        read = {id(x) for x in draft.inputs}
+        rows = [x for x in (user.inputs if user else ()) if roles[id(x)] == "row"]
+        if rows:
+            known = read | {id(x) for node in draft.nodes.values() for x in node.results}
+            if not any(id(x) in known for x in rows):
+                return None  # only elements per row are common to both
+            # XLA reads such rows again, or what it computes them from.
+            again = known - {id(x) for x in draft.results}
+            saved += sum(_bytes(x) for x in rows if id(x) in again)
+        made = any(self._is_made(x) for x in larger.inputs if id(x) not in read)
+        return larger if saved > 0 or (saved == 0 and not made) else None
+
+    def _saved(self, draft: _Draft, larger: _Draft) -> int:
+        """Returns the bytes that XLA and the call together read and write less if the draft has more equations.
+
+        XLA writes an array that it would compute within the draft's equations, and reads a result of the draft for
+        equations that it would compute with those of the draft. Other arrays are read or written in any case.
+        """
+        before, after = ({id(x): x for x in each.inputs} for each in (draft, larger))
+        results = {id(x): x for x in larger.results}
+        saved = 0
+        for key, x in before.items():
+            if key not in after:
+                saved += _bytes(x) * (1 + self._is_made(x) - (key in results))
+        saved -= sum(2 * _bytes(x) for key, x in after.items() if key not in before and self._is_made(x))
+        for x in draft.results:
+            saved += _bytes(x) * ((id(x) not in results) + self._is_fused(draft, x))
+        saved -= sum(_bytes(x) * self._is_fused(larger, x) for key, x in results.items() if key not in before)
+        return saved
+
+    def _is_fused(self, draft: _Draft, x: Value) -> bool:
+        """Returns whether XLA could compute a result of a draft within equations outside."""
+        return any(is_fusable(user) for user in self._outside(draft.nodes, x))
+
+    def _is_made(self, x: Value) -> bool:
+        """Returns whether XLA would compute an array within the kernels that read it."""
+        if id(x) in self.stored or x.node is None or id(x.node) not in self.place:
+            return False
+        if x.node.name in ("reshape", "squeeze", "expand_dims"):
+            return self._is_made(x.node.inputs[0])
+        return is_fusable(x.node) and not reduces(x.node)
+
+    # ------------------------------------------------------------------------------
+    # The bounds of a draft.
+
+    def _draft(self, lead: Lead, nodes: Nodes, roles: Roles) -> _Draft | None:
+        """Returns equations as a draft; None if they cannot be a region."""
+        if len(nodes) > MOST_EQUATIONS:
+            return None
+        ordered = self._in_order(nodes)
+        made = {id(x) for node in ordered for x in node.results}
+        read = {id(x): x for node in ordered for x in node.inputs if id(x) not in made and not _is_literal(x)}
+        results = self._results(ordered, nodes, roles)
+        if not results:
+            return None
+        draft = _Draft(lead, nodes, roles, tuple(read.values()), results)
+        if all(roles[id(x)] != "row" for x in draft.inputs):
+            return None
+        rows = [x for x in (*draft.inputs, *results) if roles[id(x)] in ("row", "row sum")]
+        columns = [length for node in ordered for length in lengths(node, roles)]
+        columns += [x.shape[-1] for x in draft.inputs if roles[id(x)] in ("row", "shared")]
+        unit = math.gcd(*columns) if columns else 0
+        if len(rows) > MOST_ARRAYS or unit < LEAST_COLUMNS or max(columns) > MOST_PARTS * unit:
+            return None
+        own = sum(1 << place for place in {self.place[id(x.node)] for x in results})
+        return None if any(self._ancestors(x) & own for x in draft.inputs) else draft
+
+    def _results(self, ordered: Sequence[Node], nodes: Nodes, roles: Roles) -> tuple[Value, ...] | None:
+        """Returns the arrays that others need, without those that XLA computes again from one other array."""
+        found: dict[int, Value] = {}
+        reduced = set[int]()  # what depends on a reduction
+        for node in ordered:
+            if reduces(node) or any(id(x) in reduced for x in node.inputs):
+                reduced |= {id(x) for x in node.results}
+            for x in node.results:
+                outside = self._outside(nodes, x)
+                returned = id(x) in self._returned
+                if not (outside or returned) or roles[id(x)] in ("shared", "number"):
+                    continue
+                again = not returned and id(x) not in self._exact and all(map(is_fusable, outside))
+                if roles[id(x)] == "scalar" and again and id(x) not in reduced:
+                    continue
+                known = nodes, roles, reduced, found
+                if again and roles[id(x)] == "row" and (self._is_recomputed(x, *known) or self._has_root(x, *known)):
+                    continue
+                if not _is_stored_as_is(x):
+                    return None
+                found[id(x)] = x
+        return tuple(sorted(found.values(), key=lambda x: self.place[id(x.node)]))
+
+    def _is_recomputed(self, x: Value, nodes: Nodes, roles: Roles, reduced: set[int], found: dict[int, Value]) -> bool:
+        """Returns whether others compute an array from at most one array of rows; adds what they need to `found`."""
+        rows, scalars, seen, left = dict[int, Value](), dict[int, Value](), {id(x)}, [x]
+        while left:
+            value = left.pop()
+            role = roles.get(id(value), "number")
+            known = value is not x and id(value) in found
+            if role == "scalar" and ((id(value) in reduced and value.dtype != jnp.bool_) or known):
+                scalars[id(value)] = value
+            elif known or value.node is None or id(value.node) not in nodes:
+                if role == "row" and not _is_literal(value):
+                    rows[id(value)] = value
+            elif reduces(value.node):
+                return False
+            else:
+                left += [each for each in value.node.inputs if id(each) not in seen]
+                seen |= {id(each) for each in value.node.inputs}
+        if len(rows) > 1 or any(_bytes(each) > _bytes(x) for each in rows.values()):
+            return False
+        found |= {key: each for key, each in scalars.items() if each.node is not None and id(each.node) in nodes}
+        return True
+
+    def _has_root(self, x: Value, nodes: Nodes, roles: Roles, reduced: set[int], found: dict[int, Value]) -> bool:
+        """Returns whether others compute an array from one row of the draft; adds that row to `found`."""
+        for root in sorted(self._above(x, nodes), key=_bytes):
+            fits = roles[id(root)] == "row" and _bytes(root) <= _bytes(x) and _is_stored_as_is(root)
+            if fits and id(root) not in found:
+                found[id(root)] = root
+                if self._is_recomputed(x, nodes, roles, reduced, found):
+                    return True
+                del found[id(root)]
+        return False
+
+    def _above(self, x: Value, nodes: Nodes) -> Iterator[Value]:
+        """Yields arrays of a draft that an array is computed from, without reductions."""
+        left, seen = [x], {id(x)}
+        while left:
+            node = left.pop().node
+            if node is None or id(node) not in nodes or reduces(node):
+                continue
+            above = [each for each in node.inputs if id(each) not in seen and each.node and id(each.node) in nodes]
+            yield from above
+            seen |= {id(each) for each in above}
+            left += above
+
+    def _outside(self, nodes: Nodes, x: Value) -> list[Node]:
+        """Returns the equations that read an array outside of a draft."""
+        return [user for key, user in self._users[id(x)].items() if key not in nodes]
+
+    def _ancestors(self, x: Value) -> int:
+        """Returns the equations that an array needs, as bits; a result of a region needs all inputs of the region."""
+        left = [x]
+        while left:
+            value = left[-1]
+            if id(value) in self._before:
+                left.pop()
+                continue
+            if value.node is None or id(value.node) not in self.place:
+                self._before[id(value)] = 0
+                left.pop()
+                continue
+            region = self._regions.get(id(value))
+            inputs = value.node.inputs if region is None else region.inputs
+            missing = [each for each in inputs if id(each) not in self._before]
+            if missing:
+                left += missing
+                continue
+            bits = 1 << self.place[id(value.node)]
+            for each in inputs:
+                bits |= self._before[id(each)]
+            self._before[id(value)] = bits
+            left.pop()
+        return self._before[id(x)]
+
+    # ------------------------------------------------------------------------------
+    # A draft as a call.
+
+    def region(self, draft: _Draft) -> Region | None:
+        """Returns a draft as a region; None if it is small, or no row program."""
+        if sum(map(_bytes, (*draft.inputs, *draft.results))) < LEAST_BYTES or len(draft.nodes) < 2:
+            return None
+        ordered = self._in_order(draft.nodes)
+        key = program_text(ordered, draft.inputs, draft.results)
+        if key not in self._texts:
+            self._texts[key] = program_of(ordered, draft.roles, draft.inputs, draft.results)
+        if (text := self._texts[key]) is None:
+            return None
+        problem = ProgramProblem(rows=math.prod(draft.lead), text=text)
+        stage = Stage(None, problem, (), draft.inputs, draft.results, Run(problem, draft.results))
+        shown = tuple(node for node in ordered if reduces(node))
+        return Region((stage,), self._roots(draft), shown)
+
+    def _roots(self, draft: _Draft) -> tuple[Value, ...]:
+        """Returns the inputs, but those of earlier regions in place of their results: a row's maximum fits the row."""
+        found = {id(x): x for x in draft.inputs}
+        while scalars := [key for key in found if (of := self._regions.get(key)) and of.roles[key] == "scalar"]:
+            region = self._regions[scalars[0]]
+            found = {key: x for key, x in found.items() if self._regions.get(key) is not region}
+            found |= {id(x): x for x in region.inputs}
+        return tuple(found.values())
+
+
+def _is_stored_as_is(x: Value) -> bool:
+    """Returns whether an array can be a result of a region."""
+    return x.node is not None and len(x.node.results) == 1 and x.dtype != jnp.bool_
+
+
+def _is_literal(x: Value) -> bool:
+    return x.literal is not None and not x.shape
+
+
+def _bytes(x: Value) -> int:
+    return math.prod(x.shape) * int(jnp.dtype(x.dtype).itemsize)
+
+
+def _live(graph: Graph) -> set[int]:
+    """Returns the ``id`` of each equation that a result or an effect needs."""
+    effects = [node for node in graph.nodes if node.equation.effects]
+    live, left = {id(node) for node in effects}, [*graph.results, *(x for node in effects for x in node.inputs)]
+    while left:
+        value = left.pop()
+        if value.node is not None and id(value.node) not in live:
+            live.add(id(value.node))
+            left += value.node.inputs
+    return live
