@@ -178,3 +178,26 @@ OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "ceil": jnp.ceil,
     "round": lambda x, dtype, bounded=False: x.astype(dtype).astype(x.dtype),
 }
+
+
+# ------------------------------------------------------------------------------
+# JAX primitives that compute each element from elements at the same place.
+
+# The equation of each primitive that has one with the same operands.
+SAME_NAMES: Mapping[str, str] = {
+    "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "max": "max", "min": "min", "neg": "neg",
+    "abs": "abs", "sign": "sign", "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "expm1": "expm1",
+    "tanh": "tanh", "logistic": "logistic", "erf": "erf", "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor",
+    "ceil": "ceil", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "and": "and", "or": "or",
+    "xor": "xor", "shift_left": "shift_left", "shift_right_arithmetic": "shift_right_arithmetic",
+    "shift_right_logical": "shift_right_logical",
+}  # fmt: skip
+_MAPPED = frozenset(
+    {"div", "rem", "square", "one_minus_square", "integer_pow", "not", "is_finite", "clamp", "round", "select_n"}
+    | {"convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"}
+)
+
+
+def is_elementwise(name: str) -> bool:
+    """Returns whether a primitive computes each element from elements at the same place."""
+    return name in SAME_NAMES or name in _MAPPED

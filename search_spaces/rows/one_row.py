@@ -16,8 +16,9 @@ from search_spaces import lowering_compat
 from search_spaces.problem import as_tuple
 from search_spaces.recognise import Node, Value
 from search_spaces.rows.builder import NoProgram
+from search_spaces.rows.elementwise import is_elementwise
 from search_spaces.rows.problem import ProgramProblem
-from search_spaces.rows.reader import is_elementwise, trace
+from search_spaces.rows.reader import trace
 
 Lead = tuple[int, ...]  # the leading axes, whose elements are rows
 # The kind of each array in the program (`program.Operand`), by its ``id``; "row sum" is a sum over all rows.

@@ -15,6 +15,7 @@ from jax import lax
 
 from search_spaces.recognise import Inlined, Node, Value, graph
 from search_spaces.rows.builder import Builder, NoProgram
+from search_spaces.rows.elementwise import SAME_NAMES
 from search_spaces.rows.program import Atom, Number, Operand, Program, Result, within
 from search_spaces.rows.shapes import Array, Shapes, broadcast, columns_of, no_shape, objects, segments_of
 
@@ -89,24 +90,7 @@ def _require_narrow(dtype: Any) -> None:
         raise NoProgram(f"has {dtype} arrays: kernels on rows compute in float32 and int32")
 
 
-_SAME = {
-    "add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "max": "max", "min": "min", "neg": "neg",
-    "abs": "abs", "sign": "sign", "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "expm1": "expm1",
-    "tanh": "tanh", "logistic": "logistic", "erf": "erf", "sqrt": "sqrt", "rsqrt": "rsqrt", "floor": "floor",
-    "ceil": "ceil", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "and": "and", "or": "or",
-    "xor": "xor", "shift_left": "shift_left", "shift_right_arithmetic": "shift_right_arithmetic",
-    "shift_right_logical": "shift_right_logical",
-}  # fmt: skip
 _COPIES = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "reshard", "pcast"})
-_MAPPED = frozenset(
-    {"div", "rem", "square", "one_minus_square", "integer_pow", "not", "is_finite", "clamp", "round", "select_n"}
-    | {"convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"}
-)
-
-
-def is_elementwise(name: str) -> bool:
-    """Returns whether a primitive computes each element from elements at the same place."""
-    return name in _SAME or name in _MAPPED
 
 
 class _Reader(Shapes):
@@ -205,7 +189,7 @@ class _Reader(Shapes):
             self._split(node)
             return
         method = getattr(self, f"_{node.name}", None)
-        if node.name in _SAME or node.name in ("div", "rem"):
+        if node.name in SAME_NAMES or node.name in ("div", "rem"):
             found = self._elementwise(node, self._named(node))
         elif method is None:
             raise NoProgram(f"uses {node.name}, which kernels on rows do not compute")
@@ -221,7 +205,7 @@ class _Reader(Shapes):
             raise NoProgram("uses the remainder of floating-point numbers")
         if node.name == "sign" and not floating:
             raise NoProgram("uses the sign of integers")
-        return _SAME.get(node.name, node.name)
+        return SAME_NAMES.get(node.name, node.name)
 
     def _elementwise(self, node: Node, name: str) -> Array:
         arrays = [self._array(x) for x in node.inputs]
