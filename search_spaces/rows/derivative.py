@@ -180,7 +180,7 @@ def _halved(
         else:
             kept.add(value)
             waiting += [x for x in equation.inputs if isinstance(x, int)]
-    for value in sorted(extra, reverse=True):  # what follows from other saved scalars is computed from these
+    for value in sorted(extra, reverse=True):  # scalars that follow from other saved scalars are computed from these
         equation = whole.equation(value)
         of = [x for x in (equation.inputs if equation else ()) if isinstance(x, int)]
         if equation is not None and equation.name not in REDUCTIONS and of and extra.issuperset(of):

@@ -1,4 +1,4 @@
-"""Problems on rows: a program, the number of rows, and what follows from both."""
+"""Problems on rows: a program, the number of rows, and the arrays and errors of both."""
 
 from __future__ import annotations
 
