@@ -26,6 +26,7 @@ from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
 from search_spaces.rows.hopper.channel_layout import (
+    ROWS,
     AdjacentChannels,
     ChannelLayout,
     ChannelPlan,
@@ -260,14 +261,15 @@ class _Cta:
         layout, plan, place = self.layout, self.plan, stage.number
         of_warps = stage.reduce(found, layout)
         for number, numbers in enumerate(of_warps):
-            store(self.partials.at[place, number, pl.ds(self.warpgroup * WARPS, WARPS)], numbers)
+            store(self.partials.at[place, number, pl.ds(self.warpgroup * ROWS, WARPS)], numbers)
         plgpu.barrier_arrive(self.arrived[0])
         plgpu.barrier_wait(self.arrived[0])
-        rows = WARPS * plan.warpgroups
         several = SeveralParts()
-        totals = stage.reduce(
-            tuple(load(self.partials.at[place, i], layout.of_numbers(rows)) for i in range(stage.count)), several
-        )
+        parts = []
+        for warpgroup in range(int(plan.warpgroups)):
+            rows = [self.partials.at[place, i, pl.ds(warpgroup * ROWS, WARPS)] for i in range(stage.count)]
+            parts.append(stage.reduce(tuple(load(x, layout.of_numbers(WARPS)) for x in rows), several))
+        totals = functools.reduce(stage.combine, parts)
         if plan.cluster > 1:
             exchange(layout, self._buffer(place), self.rank, totals, int(plan.cluster), self._wait_for_cluster)
             loaded = [load(self._buffer(place).at[i], layout.of_numbers(plan.cluster)) for i in range(stage.count)]
@@ -328,7 +330,7 @@ def run_channels(
         in_smem = (int(plan.kept_chunks), warpgroups * int(plan.accesses), *plan.layout.shape)
         scratch = [
             tuple(plgpu.SMEM(in_smem, arrays[program.inputs[x].operand].dtype) for x in kept),
-            plgpu.SMEM((stages, many, WARPS * warpgroups, numbers), jnp.float32),
+            plgpu.SMEM((stages, many, ROWS * warpgroups, numbers), jnp.float32),
             plgpu.SMEM((stages, many, cluster, numbers), jnp.float32) if cluster > 1 and not in_memory else None,
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=1),
             plgpu.ClusterBarrier(collective_axes=(CLUSTER_RANK,), num_arrivals=warpgroups, num_barriers=1)
