@@ -46,7 +46,7 @@ from scheduler.measure.runner import InProcess, Runner, Task
 from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
 from scheduler.store.store import Store, default_url
-from search_spaces import load
+from search_spaces import Problem, load
 from search_spaces.rows.problem import RowProblem
 
 JOB = Path(__file__).with_suffix(".toml")
@@ -278,7 +278,6 @@ def row(
       SystemExit: a schedule that the record names does not run, or is wrong.
     """
     operation, problem = task.operation, task.problem
-    assert isinstance(problem, RowProblem)
     written = WrittenProblem(operation.name, problem.canonical())
     entries = candidates(task, record, fresh, skipped)
     rivals = {name for name in entries if name.split()[0] in ("xla", TORCH)}
@@ -304,7 +303,7 @@ def row(
     line: dict[str, Any] = {
         "operation": operation.name,
         "problem": str(problem),
-        "columns": problem.columns_of_program,
+        "columns": problem.columns_of_program if isinstance(problem, RowProblem) else problem.operands()[0].shape[-1],
         "dtype": str(problem.operands()[0].dtype),
         "operand_bytes": max(s.size * s.dtype.itemsize for s in problem.operands()),
         "bytes": problem.bytes_moved,
@@ -323,7 +322,7 @@ def row(
     return line
 
 
-def _copies(problem: RowProblem, fresh: Any, rounds: int, done: dict[CopyProblem, Timed]) -> tuple[CopyProblem, Timed]:
+def _copies(problem: Problem, fresh: Any, rounds: int, done: dict[CopyProblem, Timed]) -> tuple[CopyProblem, Timed]:
     """Times copies that move about as many bytes, by XLA and by torch, once for each power of two."""
     columns = 4096
     copied = CopyProblem(2 ** max(0, math.floor(math.log2(problem.bytes_moved / 4 / columns))), columns)

@@ -196,6 +196,8 @@ class WrittenProblem(Problem):
         return tuple(-len(s.shape) for s in self.results())
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        if not isinstance(self.forward, RowProblem):  # a group norm
+            return None
         by_row = self._by_row()
         if self.backward and not all(by_row):  # a gradient is a sum over rows
             return None
