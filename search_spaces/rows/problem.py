@@ -160,7 +160,7 @@ class RowProblem(Problem):
         found = []
         for number, (x, y, of) in enumerate(zip(plain, special, kinds, strict=True)):
             moved = of == "row" and number > first and self.rows > 1
-            found.append(x if of == "scalar" else checking.run_program(_next_row, y) if moved else y)
+            found.append(x if of == "scalar" else checking.run_program(_infinite_first, y) if moved else y)
         return tuple(found)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
@@ -176,8 +176,9 @@ def _per_row(x: jax.Array, *, columns: int) -> jax.Array:
 
 
 @jax.jit
-def _next_row(x: jax.Array) -> jax.Array:
-    return jnp.roll(x, -1, axis=0)
+def _infinite_first(x: jax.Array) -> jax.Array:
+    """Rolls the first row with an infinity or a NaN to the front."""
+    return jnp.roll(x, -jnp.argmax(~jnp.isfinite(x.astype(jnp.float32)).all(axis=1)), axis=0)
 
 
 @functools.lru_cache(maxsize=1024)

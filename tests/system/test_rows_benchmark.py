@@ -28,7 +28,7 @@ H200 = hardware.find("NVIDIA H200")
 def test_every_problem_of_a_job_is_one_that_a_pallas_kernel_takes(job):
     parsed = jobs.parse((ROOT / job).read_text())
     tasks = [task for task in parsed if isinstance(task, jobs.Task)]
-    assert all("no operation 'group_norm'" in task.reason for task in parsed if task not in tasks)
+    assert len(tasks) == len(parsed)
     assert len({(task.operation.name, task.problem) for task in tasks}) == len(tasks) >= 10
     for task in tasks:
         assert task.operation.kernel("mosaic_gpu").supports(task.problem, H200.target) is None, str(task)
