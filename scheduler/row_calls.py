@@ -311,6 +311,8 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
     Raises:
       TypeError: a parameter that takes any number of arguments, no array, or names in `scalars` that are no parameters
         or are the first; in calls also an argument that is no array, or a static argument that is not hashable.
+      NotImplementedError: a second derivative, if the function has rules for the first that are not those of its
+        equations (a straight-through estimator).
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     if function is None:

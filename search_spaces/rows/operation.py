@@ -176,6 +176,36 @@ def _of_function(origin: Origin) -> Derivative | None:
         return None
 
 
+@functools.lru_cache(maxsize=1024)
+def _has_own_rules(origin: Origin, p: ProgramProblem) -> bool:
+    """Returns whether the gradient of a function is not that of its equations, as with a straight-through estimator.
+
+    Both are compared at random rows: another way to write the same gradient, such as a maximum that is held constant,
+    is no rule of its own.
+    """
+    own = _of_function(origin)
+    try:
+        plain = p.derivative()
+    except NoProgram:
+        return True
+    if own is None or own == plain:
+        return False
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+        arrays = dataclasses.replace(p, rows=4).inputs(seed=0)
+        pairs = zip(own.gradients(*arrays), plain.gradients(*arrays), strict=True)
+        floats = [[x.astype(jnp.float32) for x in pair] for pair in pairs]
+        return not all(jnp.allclose(x, y, rtol=0.05, atol=0.05, equal_nan=True) for x, y in floats)
+
+
+def _require_equations(call: Any, p: RowProblem) -> None:
+    """Raises if the derivative of a gradient's kernel is not the second derivative of the user's function."""
+    if call.params.get("own_rules"):
+        raise NotImplementedError(
+            f"{_name(p)}: its function has derivative rules of its own (a stop_gradient, a custom_jvp), so its second "
+            "derivative does not follow from the gradient's kernel; differentiate the plain function twice instead"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """Operations and problems of the derivative of a problem.
@@ -193,14 +223,17 @@ def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
     """Returns the rule for the derivative of an operation on rows (`Operation.jvp`)."""
 
     def jvp(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        _require_equations(call, p)
         found = _derivative(p, call.params)
         if found is None or all(tangents[i] is None for i, _ in found.moved):
             return _by_xla(call, p, primals, tangents)
         made = parts()
         count = len(p.results())
+        origin = call.params.get("origin")
+        own_rules = {"own_rules": True} if origin is not None and _has_own_rules(origin, p) else {}
         if len(found.forward.results) > count:
             operation, problem = made.saving
-            results = as_tuple(call(operation, problem(p, found), *primals, **_own(call, operation)))
+            results = as_tuple(call(operation, problem(p, found), *primals, **_own(call, operation), **own_rules))
         else:
             results = as_tuple(call(p, *primals))
         saved = [(primals if x.kind == "operand" else results)[x.index] for x in found.saved]
@@ -217,7 +250,7 @@ def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
             jnp.zeros(shapes[place], s.dtype) if x is None else x
             for place, (x, s) in enumerate(zip(given, wanted, strict=True))
         ]
-        moved = as_tuple(call(operation, posed, *saved, *given, **_own(call, operation)))
+        moved = as_tuple(call(operation, posed, *saved, *given, **_own(call, operation), **own_rules))
         by_result: list[Any] = [None] * count
         for place, x in zip(found.moving, moved, strict=True):
             by_result[place] = x
@@ -252,6 +285,12 @@ def _by_xla(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any,
 
     found = jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
     return results, p.pack([x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in found])
+
+
+def _tangent_of_tangent(call: Any, p: TangentProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Returns the tangent of the tangent of a program, by XLA."""
+    _require_equations(call, p)
+    return _by_xla(call, p, primals, tangents)
 
 
 def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
@@ -384,6 +423,7 @@ ROWS: Operation[ProgramProblem] = Operation(
     "rows",
     ProgramProblem,
     kernels(XlaRows()),
+    params=("own_rules",),
     jvp=jvp_rule(_of_programs),
     front_end=bind_program,
     regions=find,
@@ -391,5 +431,11 @@ ROWS: Operation[ProgramProblem] = Operation(
     **_RULES,
 )
 ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
-    "rows_jvp", ProgramTangentProblem, (XlaRows(),), transpose=transpose_rule(_of_programs), **_RULES
+    "rows_jvp",
+    ProgramTangentProblem,
+    (XlaRows(),),
+    params=("own_rules",),
+    jvp=_tangent_of_tangent,
+    transpose=transpose_rule(_of_programs),
+    **_RULES,
 )

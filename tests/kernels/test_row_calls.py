@@ -434,3 +434,30 @@ def test_the_time_of_xla_alone_says_little_of_a_function_in_which_xla_splits_the
     assert problem.library_bytes_moved > 1.5 * problem.bytes_moved
     (alone,) = prune(SILU_AND_MUL_BACKWARD.library, problem, h200, CostModel(h200)).candidates()
     assert alone.floor_s == 0.0, "what XLA moves keeps it out of no search"
+
+
+@pytest.mark.parametrize(
+    ("function", "twice"),
+    [
+        (lambda x: jax.nn.logsumexp(x), True),
+        (lambda x: jax.nn.relu(x) * jnp.max(x), True),
+        (lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), False),
+        (lambda x: x * jax.lax.stop_gradient(x), False),
+    ],
+    ids=["logsumexp", "relu", "straight through", "held"],
+)
+def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores_them_raises(function, twice):
+    x, tuned, plain = jax.random.normal(jax.random.key(0), (5, 64)), scheduler.rows(function), jax.vmap(function)
+
+    def gradient(f):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))
+
+    def second(f):
+        return jax.grad(lambda x: jnp.sum(jnp.cos(gradient(f)(x))))(x)
+
+    np.testing.assert_allclose(gradient(tuned)(x), gradient(plain)(x), rtol=1e-5, atol=1e-6)
+    if twice:
+        np.testing.assert_allclose(second(tuned), second(plain), rtol=1e-4, atol=1e-5)
+        return
+    with pytest.raises(NotImplementedError, match="rules of its own"):
+        second(tuned)
