@@ -79,8 +79,11 @@ def digest(
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
     allowed = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
-    question = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
-    option_values = (options.on_miss, options.sure, allowed, options.schedule, options.target, plan)
+    excluded = options.excluded and sorted(options.excluded)
+    # Other parameters only tell how a call is differentiated.
+    of_kernels = tuple(named for named in params if named[0] in operation.params)
+    question = (operation.name, versions, problem.canonical(), tuple(shapes), of_kernels, platform)
+    option_values = (options.on_miss, options.sure, allowed, excluded, options.schedule, options.target, plan)
     text = f"{question!r} {option_values!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()
 

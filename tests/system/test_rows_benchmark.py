@@ -164,8 +164,10 @@ def test_the_backward_pass_of_what_people_write_has_the_gradients_of_ours(name):
     written = WrittenProblem(f"{name}_backward", parts[1].canonical())
     args, count = written.inputs(seed=0), len(written.forward.operands())
     forward = as_tuple(parts[0].reference(*args[:count]))
-    saved = [(args if x.kind == "operand" else forward)[x.index] for x in written.forward.derivative().saved]
-    right = as_tuple(parts[1].reference(*saved, *args[count:]))
+    derivative = written.forward.derivative()
+    saved = [(args if x.kind == "operand" else forward)[x.index] for x in derivative.saved]
+    distinct = as_tuple(parts[1].reference(*saved, *args[count:]))
+    right = [distinct[place] for _, place in derivative.moved]
     for actual, wanted, tolerance in zip(written.compute(*args), right, written.tolerance(), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=tolerance.relative, atol=tolerance.absolute)
 

@@ -244,6 +244,7 @@ def test_jax_tells_programs_apart_by_all_that_decides_how_their_parts_are_answer
         "generation": 1,
         "sure": 0.5,
         "divided": True,
+        "excluded": frozenset({"xla"}),
     }
     problem, usual = MatmulProblem(64, 48, 32), Options()
     changed = dataclasses.replace(usual, **{name: other[name]})
