@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         tune,
         tuned,
     )
-    from scheduler.channel_calls import tuned_group_norm
     from scheduler.core.errors import (
         CacheMiss,
         IllegalSchedule,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from scheduler.row_calls import (
         rows,
         tuned_cross_entropy,
+        tuned_group_norm,
         tuned_layer_norm,
         tuned_log_softmax,
         tuned_quantize_rows,
@@ -110,8 +110,9 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
 _HOMES |= dict.fromkeys(("tuned_gated_ragged_dot", "tuned_ragged_dot"), "scheduler.grouped_calls")
-_HOMES["tuned_group_norm"] = "scheduler.channel_calls"
-_ROWS = ("cross_entropy", "layer_norm", "log_softmax", "quantize_rows", "rms_norm", "silu_and_mul", "softmax")
+_ROWS = (
+    "cross_entropy", "group_norm", "layer_norm", "log_softmax", "quantize_rows", "rms_norm", "silu_and_mul", "softmax",
+)  # fmt: skip
 _HOMES |= dict.fromkeys(("rows", *(f"tuned_{name}" for name in _ROWS)), "scheduler.row_calls")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -75,6 +75,20 @@ class Rewritten:
         return collections.Counter(each.reason for each in self.found if each.reason)
 
 
+class _Pass(NamedTuple):
+    """One pass over a jaxpr.
+
+    Attributes:
+      operations: those whose regions are replaced.
+      in_pairs: whether a region may have a part in a scan and a part in the scan of its backward pass.
+      platform: for which other equations are changed, too; None leaves them as they are.
+    """
+
+    operations: Sequence[Operation[Any]]
+    in_pairs: bool
+    platform: str | None
+
+
 class Rewriter:
     """Finds regions in jaxprs and replaces them.
 
@@ -99,9 +113,8 @@ class Rewriter:
         operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
         first = [operation for operation in operations if not operation.regions_last]
         rest = [operation for operation in operations if operation.regions_last and last]
-        # Of each pass: the operations, whether regions may span a scan and that of its backward pass, the platform.
-        self._passes = [(first, True, platform), *([(rest, False, None)] if rest else [])]
-        self._operations, self._in_pairs, self._platform = self._passes[0]
+        self._passes = [_Pass(first, True, platform), *([_Pass(rest, False, None)] if rest else [])]
+        self._pass = self._passes[0]
         self._found: list[Found] = []
         self._other_changes: dict[str, None] = {}
 
@@ -109,7 +122,7 @@ class Rewriter:
         """Returns a closed jaxpr with regions replaced by tuned calls, at any nesting."""
         self._found, self._other_changes = [], {}
         for each in self._passes:
-            self._operations, self._in_pairs, self._platform = each
+            self._pass = each
             jaxpr = self._rewritten(jaxpr, {}, 1)
         return Rewritten(jaxpr, tuple(self._found), tuple(self._other_changes))
 
@@ -128,12 +141,12 @@ class Rewriter:
 
     def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
         bodies, pairs = dict[int, Any](), dict[int, _Scan]()
-        for forward, backward in _pairs_of_scans(graph) if self._in_pairs else ():
+        for forward, backward in _pairs_of_scans(graph) if self._pass.in_pairs else ():
             pairs |= self._pair(forward, backward, graph, count)
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
-        if self._platform is None:
+        if self._pass.platform is None:
             return _Changes(tuple(regions), bodies, pairs)
         formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
         of_backward = remat.backward(graph.items, equations.is_backward)
@@ -151,7 +164,7 @@ class Rewriter:
         """Returns a faster way to compute an equation, and its description; None if there is none."""
         if (found := scatters.as_selection(node)) is not None:
             return found, scatters.text_of(node)
-        if self._platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
+        if self._pass.platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
             return found, aligned.text_of(node)
         return None
 
@@ -198,7 +211,7 @@ class Rewriter:
         return found if regions else {}
 
     def _regions(self, graph: Graph, count: int) -> Iterator[_Replacement]:
-        for operation in self._operations:
+        for operation in self._pass.operations:
             assert operation.regions is not None
             for each in operation.regions(graph):
                 line = equations.line_of(each.shown[0].equation if isinstance(each, Region) else each.shown.equation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,10 +49,6 @@ class Builder:
         assert not self.equations, "inputs are numbered before equations"
         self.inputs.append(Input(operand, part))
         return len(self.inputs) - 1
-
-    @property
-    def _draft(self) -> Program:
-        return Program(self.columns, self.operands, tuple(self.inputs), tuple(self.equations), ())
 
     def is_vector(self, atom: Atom) -> bool:
         if isinstance(atom, Number):
@@ -286,23 +282,29 @@ def pruned(program: Program) -> Program:
             needed.add(value)
             equation = program.equation(value)
             waiting += [x for x in (equation.inputs if equation else ()) if isinstance(x, int)]
-    return renumbered(program, sorted(needed), program.operands, program.results)
+    inputs = {x: program.inputs[x] for x in needed if x < len(program.inputs)}
+    return renumbered(program, inputs, needed - inputs.keys(), program.operands, program.results)
 
 
 def renumbered(
-    program: Program, kept: Sequence[int], operands: Sequence[Operand], results: Sequence[Result]
+    program: Program,
+    inputs: Mapping[int, Input],
+    computed: Iterable[int],
+    operands: Sequence[Operand],
+    results: Sequence[Result],
 ) -> Program:
-    """Returns a program of the `kept` values, inputs first, with other operands and these results."""
-    place = {value: number for number, value in enumerate(kept)}
+    """Returns the program that reads the values `inputs` from these operands, and computes the values `computed`."""
+    first, rest = sorted(inputs), sorted(computed)
+    place = {value: number for number, value in enumerate([*first, *rest])}
 
     def moved(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
         return tuple(x if isinstance(x, Number) else place[x] for x in atoms)
 
-    equations = [equation for x in kept if (equation := program.equation(x)) is not None]
+    equations = [equation for x in rest if (equation := program.equation(x)) is not None]
     return Program(
         program.columns,
         tuple(operands),
-        tuple(program.inputs[x] for x in kept if x < len(program.inputs)),
+        tuple(inputs[x] for x in first),
         tuple(dataclasses.replace(e, inputs=moved(e.inputs)) for e in equations),
         tuple(dataclasses.replace(r, values=moved(r.values)) for r in results),
     )

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from search_spaces.rows.builder import NoProgram, pruned, rebuilt
+from search_spaces.rows.builder import NoProgram, pruned, rebuilt, renumbered
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.program import Atom, Input, Number, Operand, Program, Result, evaluate
+from search_spaces.rows.program import Input, Operand, Program, Result, before_rounding, evaluate
 from search_spaces.rows.reader import trace
 
 
@@ -162,8 +162,8 @@ def _halved(
     for value, each in enumerate(whole.equations, first):
         if moving.intersection(x for x in each.inputs if isinstance(x, int)):
             moving.add(value)
-    gradients = [
-        dataclasses.replace(r, values=tuple(_unrounded(whole, x) for x in r.values)) if r.kind == "row sum" else r
+    gradients = [  # sums over rows are float32
+        dataclasses.replace(r, values=tuple(before_rounding(whole, x) for x in r.values)) if r.kind == "row sum" else r
         for r in whole.results[results:]
     ]
     of_results = _of_results(whole, whole.results[:results]) if outputs else {}
@@ -200,14 +200,12 @@ def _halved(
     forward = rebuilt(dataclasses.replace(forward, operands=whole.operands[:operands]))
     saved = sorted({x for x, _ in stops.values() if isinstance(x, Saved)}, key=lambda x: (x.kind, x.index))
     declared = [whole.operands[x.index] if x.kind == "operand" else _declared(forward.results[x.index]) for x in saved]
-    backward = _program(whole, stops, kept, saved, [*declared, *whole.operands[operands:]], gradients)
+    inputs = {
+        value: Input(saved.index(source) if isinstance(source, Saved) else len(saved) + source, part)
+        for value, (source, part) in stops.items()
+    }
+    backward = renumbered(whole, inputs, kept, [*declared, *whole.operands[operands:]], gradients)
     return forward, tuple(saved), rebuilt(backward, distributes=True)
-
-
-def _unrounded(program: Program, atom: Atom) -> Atom:
-    """Returns the value before it is rounded: sums over rows are float32."""
-    equation = program.equation(atom)
-    return equation.inputs[0] if equation is not None and equation.name == "round" else atom
 
 
 def _of_results(program: Program, results: Sequence[Result]) -> dict[int, tuple[Saved, int]]:
@@ -218,7 +216,7 @@ def _of_results(program: Program, results: Sequence[Result]) -> dict[int, tuple[
         if narrow or result.kind == "row sum":
             continue
         for part, atom in enumerate(result.values):
-            for value in (atom, _unrounded(program, atom)):
+            for value in (atom, before_rounding(program, atom)):
                 if isinstance(value, int) and program.equation(value) is not None:
                     found.setdefault(value, (Saved("result", number), part))
     return found
@@ -227,34 +225,3 @@ def _of_results(program: Program, results: Sequence[Result]) -> dict[int, tuple[
 def _declared(result: Result) -> Operand:
     assert result.kind != "row sum", "a sum over rows stands in for no value of a row"
     return Operand(result.kind, result.dtype, len(result.values))
-
-
-def _program(
-    whole: Program,
-    stops: dict[int, tuple[Saved | int, int]],
-    kept: set[int],
-    saved: Sequence[Saved],
-    operands: Sequence[Operand],
-    results: Sequence[Result],
-) -> Program:
-    """Returns the program of the `kept` equations, with `stops` as inputs."""
-    inputs: list[Input] = []
-    place: dict[int, int] = {}
-    for value, (source, part) in sorted(stops.items()):
-        operand = saved.index(source) if isinstance(source, Saved) else len(saved) + source
-        place[value] = len(inputs)
-        inputs.append(Input(operand, part))
-    for value in sorted(kept):
-        place[value] = len(inputs) + len(place) - len(stops)
-
-    def moved(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        return tuple(x if isinstance(x, Number) else place[x] for x in atoms)
-
-    equations = [equation for x in sorted(kept) if (equation := whole.equation(x)) is not None]
-    return Program(
-        whole.columns,
-        tuple(operands),
-        tuple(inputs),
-        tuple(dataclasses.replace(e, inputs=moved(e.inputs)) for e in equations),
-        tuple(dataclasses.replace(r, values=moved(r.values)) for r in results),
-    )

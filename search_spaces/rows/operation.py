@@ -1,4 +1,4 @@
-"""Operations on rows: kernels of any program by XLA and by the interpreter, calls as users write them, derivatives."""
+"""Operations on rows: the kernels of XLA and of the interpreter, derivatives, and the operations made of them."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def row_operations(
       type_name: start of the names of the types of problems.
       params: names of the parameters of calls that change no schedule.
       plain: the program that users write, for `XlaRows`.
-      backward_loses_ties: whether the kernel of the backward pass wins ties (`Kernel.loses_ties`).
+      backward_loses_ties: whether XLA's kernel of the backward pass loses ties (`Kernel.loses_ties`).
       rules: further fields of the `Operation`.
     """
     types = {

@@ -207,6 +207,11 @@ class Program:
         """Whether a result is a sum over all rows."""
         return any(result.kind == "row sum" for result in self.results)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a row of an operand or of a result has several parts."""
+        return any(x.parts > 1 for x in self.operands) or any(len(x.values) > 1 for x in self.results)
+
     def costs(self, *, again: bool) -> tuple[float, float]:
         """Returns instructions per element: FP32 operations, and operations of the special function units.
 
@@ -401,7 +406,7 @@ def evaluate(
         floating = jnp.issubdtype(result.dtype, jnp.floating)
         dtype = jnp.dtype(real) if floating and (wide or not rounded) else jnp.dtype(result.dtype)
         shape = (rows, 1 if result.kind == "scalar" else program.columns)
-        atoms = result.values if rounded or not floating else [_before_rounding(program, x) for x in result.values]
+        atoms = result.values if rounded or not floating else [before_rounding(program, x) for x in result.values]
         values = [x.value if isinstance(x, Number) else known[x] for x in atoms]
         parts = [jnp.broadcast_to(jnp.asarray(x), shape) for x in values]
         if result.kind == "scalar":
@@ -414,7 +419,8 @@ def evaluate(
     return tuple(map(finish, program.results))
 
 
-def _before_rounding(program: Program, atom: Atom) -> Atom:
+def before_rounding(program: Program, atom: Atom) -> Atom:
+    """Returns the value that this one is after rounding; the value itself if it is not rounded."""
     equation = program.equation(atom)
     return equation.inputs[0] if equation is not None and equation.name == "round" else atom
 

@@ -32,18 +32,28 @@ def softmax(of: Callable[..., Problem], node: Node) -> Recognised | None:
     """Recognises `jax.nn.softmax`, and the formula with or without the maximum subtracted."""
     if node.name != "div" or (x := argument(node.results[0])) is None:
         return None
-    result = rounded(node.results[0])
-    read = as_of(x, result.dtype)
-    if read is None:  # x never had the dtype that the result is rounded to
-        result, read = node.results[0], as_of(x, node.results[0].dtype)
+    result, read = _in_one_dtype(node, x)
     if read is None or read.shape != result.shape:
         return None
+    return _of_rows(of, node, result, read)
+
+
+def _in_one_dtype(node: Node, x: Value) -> tuple[Value, Value | None]:
+    """Returns the result of an equation, rounded if `x` had that dtype, and `x` in the dtype of the result."""
+    result = rounded(node.results[0])
+    if (read := as_of(x, result.dtype)) is not None:
+        return result, read
+    return node.results[0], as_of(x, node.results[0].dtype)
+
+
+def _of_rows(of: Callable[..., Problem], node: Node, result: Value, x: Value) -> Recognised | None:
+    """Returns the equations from `x` to `result` as a problem of this type, which has a dtype and no weight."""
     rows, columns = rows_of(result)
     try:
         problem = of(rows=rows, columns=columns, dtype=str(result.dtype))
     except ValueError:
         return None
-    return Recognised(problem, between(result, [strip(read)]), (node,))
+    return Recognised(problem, between(result, [strip(x)]), (node,))
 
 
 def argument(value: Value) -> Value | None:
@@ -221,17 +231,8 @@ def silu_and_mul(of: Callable[..., Problem], node: Node) -> Recognised | None:
     gate, up = map(half, found)
     if gate is None or up is None or not same(gate[0], up[0]) or (gate[1], up[1]) != (0, 1):
         return None
-    result = rounded(node.results[0])
-    if (x := as_of(gate[0], result.dtype)) is None:
-        result, x = node.results[0], as_of(gate[0], node.results[0].dtype)
-    if x is None:
-        return None
-    rows, columns = rows_of(result)
-    try:
-        problem = of(rows=rows, columns=columns, dtype=str(result.dtype))
-    except ValueError:
-        return None
-    return Recognised(problem, between(result, [strip(x)]), (node,))
+    result, x = _in_one_dtype(node, gate[0])
+    return None if x is None else _of_rows(of, node, result, x)
 
 
 def gate_and_up(value: Value) -> tuple[Value, Value] | None:

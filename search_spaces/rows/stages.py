@@ -142,3 +142,8 @@ def with_scalars(program: Program, level: int, scalars: dict[int, jax.Array]) ->
             inputs[0] = jnp.asarray(inputs[0])
         found[value] = compute(equation, inputs)
     return found
+
+
+def most_statistics(program: Program) -> int:
+    """Returns the most statistics of a stage; 1 without stages."""
+    return max([1, *(Stage(program, number).count for number in range(len(program.stages)))])

@@ -22,7 +22,7 @@ from search_spaces.jax_compat import mosaic_gpu_code, plgpu, store
 from search_spaces.rows.elementwise import REDUCTIONS
 from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, STORE_TO_RANK, tiled
 from search_spaces.rows.program import Program
-from search_spaces.rows.stages import Stage
+from search_spaces.rows.stages import most_statistics
 from search_spaces.space import round_up
 
 # Rows of SMEM for the numbers of a warpgroup, which needs one for each warp: with four, Mosaic GPU of JAX 0.11.2 stores
@@ -136,11 +136,6 @@ def kept_inputs(program: Program) -> dict[int, int]:
     return {
         x: jnp.dtype(operands[x].dtype).itemsize for x in sorted(program.reads[0] & later) if operands[x].kind == "row"
     }
-
-
-def most_statistics(program: Program) -> int:
-    """Returns the most statistics of a stage."""
-    return max([1, *(Stage(program, number).count for number in range(len(program.stages)))])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Each CTA has a part of the positions, which it streams through registers in chunks. The first stage reads the chunks
 from device memory, and later ones from L2, each in the opposite order of the one before: the chunks read last are the
 likeliest to be there. After each stage but the last, warps exchange their statistics through SMEM, and CTAs through
-DSMEM. Nothing but these is kept on chip, so that several CTAs share a core, each at its own phase.
+DSMEM. A CTA keeps at most a part of its chunks in SMEM, so that several CTAs share a core, each at its own
+phase.
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ from search_spaces.rows.hopper.channel_layout import (
     SeveralParts,
     exchange,
     kept_inputs,
-    most_statistics,
     opaque,
 )
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK
 from search_spaces.rows.program import Program, Values, narrowed, within
-from search_spaces.rows.stages import Stage, Statistics, with_scalars
+from search_spaces.rows.stages import Stage, Statistics, most_statistics, with_scalars
 from search_spaces.space import Columns, Space, round_up
 from search_spaces.target import Target
 

@@ -1,7 +1,7 @@
 """Rows in chunks: a block, or a cluster, keeps a row in SMEM and registers.
 
-A block or a cluster loads all of a row at once. Several blocks share a core, each at its own
-phase, so that one computes while others load:
+A block or a cluster loads all of a row at once. Several blocks share a core, each at its own phase, so that one
+computes while others load:
 
     producer (a thread of warpgroup 0)   | consumers (all warpgroups)
     -------------------------------------|--------------------------------------------------------------
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.partition import LAYOUT, End, RowPartition, Rows, RowStart, Scratch
+from search_spaces.rows.hopper.partition import LAYOUT, End, RowPartition, Rows, RowStart, Scratch, part_offset
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, REDUCTION_BYTES, PartialsBuffer, ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
@@ -46,11 +46,6 @@ def row_inputs(program: Program) -> tuple[int, ...]:
 def chunk_bytes(program: Program) -> int:
     """Returns the bytes of one element of all inputs that are rows."""
     return sum(jnp.dtype(program.operands[program.inputs[x].operand].dtype).itemsize for x in row_inputs(program))
-
-
-def statistics(program: Program) -> int:
-    """Returns the most statistics of a stage."""
-    return max(Stage(program, number).count for number in range(len(program.stages)))
 
 
 def stage_arrays(program: Program, stages: int, chunk: int) -> tuple[Any, ...]:
@@ -171,13 +166,9 @@ class Cta(Generic[Plan]):
     def fragments(self, row: Row, first: Any, loaded: Callable[[int, int], jax.Array]) -> list[Values]:
         """Returns this warpgroup's fragments of a chunk, which starts at `first` of the row's lines."""
         layout = self.plan.layout
-
-        def columns() -> jax.Array:
-            return layout.iota(0) * layout.columns + layout.iota(1)
-
         begin = row.start.lines - row.start.row + first
         return [
-            self.values(row, begin + at, layout, functools.partial(loaded, number), columns)
+            self.values(row, begin + at, layout, functools.partial(loaded, number), layout.element)
             for number, at in enumerate(self.starts)
         ]
 
@@ -206,10 +197,7 @@ class Cta(Generic[Plan]):
         return stage.init(self.plan.layout.full)
 
     def end_values(self, row: Row, end: End) -> Values:
-        def columns() -> jax.Array:
-            return LAYOUT.iota(0) * LAYOUT.columns + LAYOUT.iota(1)
-
-        return self.values(row, end.start - row.start.row, LAYOUT, end.loaded.__getitem__, columns)
+        return self.values(row, end.start - row.start.row, LAYOUT, end.loaded.__getitem__, LAYOUT.element)
 
     def arrive(self, stage: Stage, found: Statistics, ends: list[End], row: Row, number: Any) -> tuple[Any, Any]:
         """Starts the all-reduce of a row in the buffer of this number; returns the argument of `wait`."""
@@ -237,8 +225,7 @@ class Cta(Generic[Plan]):
         """Stores the results of some elements, the first of which is at `index` in rows without gaps."""
         for result, ref in zip(self.program.results, self.outs, strict=True):
             for part, atom in enumerate(result.values if result.kind == "row" else ()):
-                parts = len(result.values)
-                shift = 0 if parts == 1 else (row.index * (parts - 1) + part) * self.program.columns
+                shift = part_offset(self.program.columns, row.index, len(result.values), part)
                 store(ref, index + shift, narrowed(values, atom, result.dtype))
 
     def store_fragments(self, row: Row, first: Any, fragments: Sequence[Values]) -> None:
@@ -286,7 +273,7 @@ def launch(
       run: the code of each warpgroup of a CTA.
       grid: number of CTAs, or of clusters, by the name of their axis.
     """
-    buffer = plan.partials(statistics(program))
+    buffer = plan.partials(program)
     rows = next(x.shape[0] for x, o in zip(arrays, program.operands, strict=True) if o.kind == "row")
 
     def kernel(*refs: Any) -> None:
@@ -360,11 +347,11 @@ class SmemResident(RowPartition):
 
     def smem_bytes(self, program: Program) -> Any:
         barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
-        buffers = self.partials(statistics(program)).smem_bytes(len(program.stages))
+        buffers = self.partials(program).smem_bytes(len(program.stages))
         return stages_bytes(program, self.stages, self.chunk) + buffers + REDUCTION_BYTES + barriers
 
     def scratch(self, program: Program) -> Scratch:
-        stages, buffer = int(self.stages), self.partials(statistics(program))
+        stages, buffer = int(self.stages), self.partials(program)
         return Scratch(
             arrived=buffer.barrier(),
             full=plgpu.Barrier(num_arrivals=len(row_inputs(program)), num_barriers=stages) if stages else None,

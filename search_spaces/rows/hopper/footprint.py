@@ -12,11 +12,12 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs, statistics
+from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
 from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition
 from search_spaces.rows.hopper.pipeline import PersistentPipeline
 from search_spaces.rows.hopper.space import coalescing, itemsizes
 from search_spaces.rows.problem import RowProblem
+from search_spaces.rows.stages import most_statistics
 from search_spaces.space import Columns, round_up
 from search_spaces.target import Target
 
@@ -120,7 +121,7 @@ def _footprint_of_chunks(
     accesses = accesses + plan.ends.fragments * WARPS * (arrays.count + (shared.bytes > 0)) / s.cluster
     # ptxas keeps register-cached chunks of softmax as float32 (docs/kernels/rows-hopper.md).
     kept_words = 1.0 if costs[1] else chunk_bytes(program) / 4
-    words = statistics(program) + s.accesses * (1 + shared.words + register_chunks * kept_words)
+    words = most_statistics(program) + s.accesses * (1 + shared.words + register_chunks * kept_words)
     registers = _CHUNK_REGISTERS + words * s.vector
     copied = (plan.alignments > 1) & (shared.bytes > 0)
     elements = program.columns / s.cluster

@@ -21,7 +21,7 @@ from search_spaces.rows.hopper.thread_layout import (
     ThreadLayout,
 )
 from search_spaces.rows.program import Program
-from search_spaces.rows.stages import Stage
+from search_spaces.rows.stages import most_statistics
 from search_spaces.space import round_up
 
 # ------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class End(NamedTuple):
 
     def mask(self) -> jax.Array:
         """Returns which elements count."""
-        index = LAYOUT.iota(0) * LAYOUT.columns + LAYOUT.iota(1) + self.start
+        index = LAYOUT.element() + self.start
         return (index >= self.first) & (index < self.last)
 
 
@@ -251,8 +251,8 @@ class RowPartition(abc.ABC):
     def scratch(self, program: Program) -> Scratch:
         """Returns the SMEM to allocate."""
 
-    def partials(self, statistics: int) -> PartialsBuffer:
-        return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
+    def partials(self, program: Program) -> PartialsBuffer:
+        return PartialsBuffer(most_statistics(program), WARPS * self.warpgroups, self.cluster)
 
     # The methods below are for the code of a kernel.
 
@@ -379,7 +379,7 @@ class RegisterPlan:
     @property
     def width(self) -> Any:
         """Columns of one access of all threads that share a row."""
-        return 32 * self.vector * self.warps
+        return WARP * self.vector * self.warps
 
     @property
     def accesses(self) -> Any:
@@ -427,4 +427,4 @@ class RegisterPlan:
         return reductions + ring + buffers + barriers
 
     def partials(self, program: Program) -> PartialsBuffer:
-        return PartialsBuffer(max([1, *(Stage(program, i).count for i in range(len(program.stages)))]), self.warps)
+        return PartialsBuffer(most_statistics(program), self.warps)

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.chunks import Cta, Row, launch, row_inputs, stage_arrays, stages_bytes, statistics
+from search_spaces.rows.hopper.chunks import Cta, Row, launch, row_inputs, stage_arrays, stages_bytes
 from search_spaces.rows.hopper.partition import BUFFERS, RowPartition, Scratch
 from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rows.program import Program
@@ -65,11 +65,11 @@ class PersistentPipeline(RowPartition):
 
     def smem_bytes(self, program: Program) -> Any:
         barriers = (2 * self.stages + (self.cluster == 1)) * BARRIER_BYTES
-        buffers = self.partials(statistics(program)).smem_bytes(BUFFERS)
+        buffers = self.partials(program).smem_bytes(BUFFERS)
         return stages_bytes(program, self.stages, self.chunk) + buffers + REDUCTION_BYTES + barriers
 
     def scratch(self, program: Program) -> Scratch:
-        buffer = self.partials(statistics(program))
+        buffer = self.partials(program)
         return Scratch(
             arrived=buffer.barrier(),
             full=plgpu.Barrier(num_arrivals=len(row_inputs(program)), num_barriers=self.stages),

@@ -135,6 +135,11 @@ class _Block:
         plan, width = self.plan, int(self.plan.width)
         return [min(start, int(plan.span) - width) for start in range(0, int(plan.span), width)]
 
+    def _rows_of(self, group: Any) -> tuple[Any, Any]:
+        """Returns the first row of a group that no group before has, and the first row of the group."""
+        begin = group * self.group
+        return begin, lax.min(begin, self.rows - self.group)
+
     def run(self) -> None:
         """Computes one group of rows after the other, with loads into registers."""
         first = lax.div(lax.axis_index("block"), self.spans) if self.spans > 1 else lax.axis_index("block")
@@ -142,8 +147,7 @@ class _Block:
         team = _Team(self)
 
         def load(group: Any) -> tuple[Any, Any, Callable[[int, int, int], jax.Array]]:
-            begin = group * self.group
-            row = lax.min(begin, self.rows - self.group)
+            begin, row = self._rows_of(group)
             return begin, row, lambda value, step, start: self._from_memory(value, row, step, start)
 
         if not self.plan.blocks:
@@ -165,15 +169,13 @@ class _Block:
         pipeline = Pipeline(plan.stages, 1, full, empty)
         team = _Team(self, warpgroup, partials, arrived)
 
-        def row_of(wave: Any) -> Any:
-            return lax.min((first + wave * self.blocks) * self.group, self.rows - self.group)
-
         def copy(wave: Any) -> None:
             stage = pipeline.stage(wave)
+            _, begin = self._rows_of(first + wave * self.blocks)
             for number, operand in enumerate(self._by_row):
                 for row in range(self.group):
                     plgpu.copy_gmem_to_smem(
-                        self.operands[operand].at[row_of(wave) + row],
+                        self.operands[operand].at[begin + row],
                         buffers[number].at[stage, row],
                         full.at[stage],
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
@@ -195,13 +197,13 @@ class _Block:
 
             plgpu.barrier_wait(full.at[stage])
             loaded = {
-                (value, step, start): self._from_stage(buffers, stage, value, step, start, warpgroup)
+                (value, step, start): self._from_stage(buffers, stage, value, step, start, team.offset)
                 for value in self._vectors("row")
                 for step in range(plan.rows)
                 for start in range(int(plan.accesses))
             }
             plgpu.barrier_arrive(empty.at[stage])
-            row, begin = row_of(wave), (first + wave * self.blocks) * self.group
+            begin, row = self._rows_of(first + wave * self.blocks)
 
             def at(value: int, step: int, start: int) -> jax.Array:
                 if (value, step, start) in loaded:
@@ -236,13 +238,14 @@ class _Block:
             return self.layout.load_flat(ref, column)
         return self.layout.load_shared(ref, column)
 
-    def _from_stage(self, buffers: Any, stage: Any, value: int, step: int, start: int, warpgroup: Any) -> jax.Array:
+    def _from_stage(self, buffers: Any, stage: Any, value: int, step: int, start: int, offset: Any) -> jax.Array:
+        """Loads a fragment of an input from a stage of the ring."""
         read = self.program.inputs[value]
         buffer = buffers[self._by_row.index(read.operand)].at[stage]
-        column = read.part * self.plan.columns + self._starts()[start]
+        column = read.part * self.plan.columns + self._starts()[start] + offset
         if self.plan.warps == 1:
             return self.layout.load(buffer, step * self.layout.rows, column)
-        return self.layout.load_flat(buffer.at[step], column + warpgroup * (WARPS * 32 * self.plan.vector))
+        return self.layout.load_flat(buffer.at[step], column)
 
     # ------------------------------------------------------------------------------
 
@@ -387,14 +390,14 @@ class _Team:
     @property
     def offset(self) -> Any:
         """Columns of a fragment before those of this warpgroup."""
-        return self.warpgroup * (WARPS * 32 * self.block.plan.vector) if self.lines else 0
+        return self.warpgroup * (self.layout.rows * self.layout.columns) if self.lines else 0
 
     def columns(self) -> jax.Array:
         """Returns the column of each element of a fragment."""
         layout = self.layout
         if not self.lines:
             return layout.iota(len(layout.shape) - 1)
-        return layout.iota(0) * layout.columns + layout.iota(1) + self.offset
+        return layout.element() + self.offset
 
     def row_numbers(self, row: Any) -> jax.Array:
         """Returns the row of each element of a fragment that starts at `row`."""

@@ -128,8 +128,7 @@ def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
     program = p.program
     own = vectors(program)
     vector = tuple(dict.fromkeys((widest(program), *own)))
-    parted = any(x.parts > 1 for x in program.operands) or any(len(x.values) > 1 for x in program.results)
-    if parted:
+    if program.has_parts:
         vector = own  # parts of a row start at multiples of an access, too
     before = not_hopper(target) is not None
     most = MOST_ELEMENTS_BEFORE_HOPPER if before else MOST_ELEMENTS
@@ -143,7 +142,7 @@ def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
     if not before and program.stages and not program.sums_rows:
         found["smem"] = _smem(p, vector)
         # Longer rows than the SMEM of eight cores holds. Narrower accesses were no faster.
-        if not parted and program.columns * chunk_bytes(program) > 8 * 200 * KIB:
+        if not program.has_parts and program.columns * chunk_bytes(program) > 8 * 200 * KIB:
             choices = {"warps": (16, 8), "vector": vector[:1], "accesses": (4, 8), "cluster": (8, 4, 2)}
             found["reread"] = Residency(choices, rules={})
         if len(online(program).stages) == 1:
@@ -403,12 +402,12 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 
 def _of_chunks(program: Program, kind: str) -> dict[str, Rule]:
     """Returns rules for rows in chunks."""
-    columns, narrowest = program.columns, min(x for x in itemsizes(program)[: len(row_inputs(program))])
-    parted = any(x.parts > 1 for x in program.operands) or any(len(x.values) > 1 for x in program.results)
+    columns, narrowest = program.columns, min(itemsizes(program)[: len(row_inputs(program))])
+    any_length = not program.has_parts or columns % 8 == 0
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (
             (columns % (WARP * s.vector) == 0)
-            | (np.full(np.shape(s.vector), not parted or columns % 8 == 0) & (s.vector * narrowest == ACCESS_BYTES))
+            | (np.full(np.shape(s.vector), any_length) & (s.vector * narrowest == ACCESS_BYTES))
         ),
         f"a chunk of a {kind} row costs each thread so much that it should have 16 elements of it": lambda s: (
             (s.accesses * s.vector >= 16) | (s.accesses == 8)

@@ -114,6 +114,10 @@ class ThreadLayout:
         """Returns the index of each element along `axis` of the fragment."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
 
+    def element(self) -> jax.Array:
+        """Returns the index of each element of a fragment whose rows are one run, a line of each warp."""
+        return self.iota(0) * self.columns + self.iota(1)
+
     def _window(self, row: Any, column: Any) -> tuple[Any, Any]:
         return (row if self.warps == WARPS else pl.ds(row, self.rows)), pl.ds(column, self.columns)
 
