@@ -121,8 +121,8 @@ def differentiate(
     return Derivative(forward, saved, backward, moving, tuple(zip(moved, places, strict=True)))
 
 
-def one_row(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str], list[int]]:
-    """Returns a program as the arguments of `differentiate`."""
+def as_function(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str], list[int]]:
+    """Returns a program as the arguments of `differentiate`: function, shapes, kinds, and indices of sums over rows."""
     shapes = [
         jax.ShapeDtypeStruct((x.parts * program.columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
         for x in program.operands

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from search_spaces import checking
 from search_spaces.front_end import in_front
 from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
-from search_spaces.rows.derivative import Derivative, differentiate, one_row
+from search_spaces.rows.derivative import Derivative, as_function, differentiate
 from search_spaces.rows.program import Operand, Program, evaluate, parse
 from search_spaces.sharding import Sharding
 
@@ -184,7 +184,7 @@ def _infinite_first(x: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=1024)
 def _derivative(program: Program) -> Derivative:
     with jax.enable_x64(False):
-        return differentiate(*one_row(program))
+        return differentiate(*as_function(program))
 
 
 # ------------------------------------------------------------------------------

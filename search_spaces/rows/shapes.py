@@ -71,7 +71,6 @@ class Shapes(abc.ABC):
                 allowed = (*sizes, *(() if x.vector else ((self.segments[0], 1),)))
                 if shape not in allowed:
                     no_shape(node)
-                return x
             return x
         if not x.vector:
             return Array(x.blocks.reshape(shape), vector=False)
