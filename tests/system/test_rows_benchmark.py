@@ -11,6 +11,8 @@ from scheduler.core import hardware
 from scheduler.search import jobs
 from search_spaces import load
 from search_spaces.problem import as_tuple
+from search_spaces.rows.channels import GroupNormProblem
+from search_spaces.rows.problem import RowProblem
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rows as benchmark
@@ -39,6 +41,8 @@ def test_the_suite_reaches_from_the_launch_to_a_gibibyte_and_from_128_to_262144_
     sizes = [p.operands()[0].size * p.operands()[0].dtype.itemsize for p in problems]
     assert min(sizes) < 2**20
     assert max(sizes) >= 2**30
+    assert any(isinstance(p, GroupNormProblem) for p in problems)
+    problems = [p for p in problems if isinstance(p, RowProblem)]
     assert {128, 256, 262144} <= {p.columns for p in problems}
     assert {p.dtype for p in problems} == {"bfloat16", "float16", "float32"}
     assert any(p.columns % 2 for p in problems)
