@@ -26,6 +26,7 @@ MAX_INDEX = 2**31 - 1  # number of elements that 32-bit indices reach
 ACCESS_BYTES = 16  # widest access of a thread
 SECTOR_BYTES = 32  # the unit in which device memory and its caches move data (CUDA C++ Best Practices Guide, 13.2)
 TMA_GMEM_ALIGNMENT = 16  # alignment of rows in device memory (cuTensorMapEncodeTiled)
+MAX_TMA_BOX = 256  # elements along each axis of a copy (CUDA Driver API, cuTensorMapEncodeTiled)
 TMA_SMEM_ALIGNMENT = 128  # alignment in shared memory (CUDA C++ Programming Guide, tensor memory access)
 
 # Mosaic GPU: an array in shared memory takes whole kibibytes, a barrier 8 bytes, and an array of barriers at most 32 of

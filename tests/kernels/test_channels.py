@@ -21,6 +21,7 @@ from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
 from search_spaces.rows.hopper.channels import ChannelSchedule, run_channels
 from search_spaces.rows.reader import trace
+from search_spaces.space import round_up
 
 KERNEL = GROUP_NORM.kernel("mosaic_gpu")
 interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="this JAX interprets no GPU kernel")
@@ -40,6 +41,16 @@ CASES = {
     "several blocks of channels": (GroupNormProblem(1, 67, 512, 16), ChannelSchedule(8, 8, 2, 2, kept=4)),
     "a part overlaps by more than a chunk": (GroupNormProblem(1, 67, 512, 32, "float32"), ChannelSchedule(4, 4, 1, 8)),
     "a block is a group": (GroupNormProblem(1, 16, 64, 64, "float16"), ChannelSchedule(4, 8, 1)),
+    "resident blocks, in turn": (GroupNormProblem(3, 128, 64, 8), ChannelSchedule(4, 8, 1, resident=32)),
+    "resident blocks of a cluster, with overlaps": (
+        GroupNormProblem(2, 1021, 64, 16, weight_dtype="float32"),
+        ChannelSchedule(8, 8, 2, 2, resident=32),
+    ),
+    "an access is a group of a resident block": (
+        GroupNormProblem(2, 250, 64, 4),
+        ChannelSchedule(8, 4, 2, resident=32),
+    ),
+    "resident blocks of float32": (GroupNormProblem(2, 310, 64, 16, "float32"), ChannelSchedule(4, 4, 2, resident=16)),
 }
 
 
@@ -66,13 +77,13 @@ def test_another_program_reduces_positions_for_each_channel():
     plan = ChannelPlan(45, 64, group=1, vector=8, warpgroups=1, accesses=1, cluster=2)
     result = jax.ShapeDtypeStruct((2, 64), jnp.float32)
     with gpu_interpreter():
-        top, total = run_channels(online(program), plan, [result, result], [x])
+        top, total = run_channels(online(program), plan, 2, [result, result], [x])
     np.testing.assert_array_equal(top, x.max(1).astype(jnp.float32))
     np.testing.assert_allclose(total, jax.nn.logsumexp(x.astype(jnp.float32), 1), rtol=1e-5)
 
 
 def test_the_kernel_requests_the_smem_that_its_footprint_declares_and_refuses_other_groups():
-    for problem, schedule in list(CASES.values())[:5]:
+    for problem, schedule in [*CASES.values()][:5] + [*CASES.values()][-4:]:
         predicted = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target).onchip_bytes[0]
         hopper.check_onchip_bytes(KERNEL, problem, schedule, predicted)
     assert "groups of 10" in KERNEL.supports(GroupNormProblem(1, 4096, 320, 10), hopper.H200.target)
@@ -99,16 +110,29 @@ def test_a_call_its_derivative_and_a_batch():
 
 @machine_code.needed()
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4, kept=4)])
-@pytest.mark.parametrize("extents", [(64, 3136, 256, 8), (64, 3136, 64, 2), (64, 785, 512, 16)])
+@pytest.mark.parametrize(
+    ("extents", "schedule"),
+    [
+        *[
+            (extents, schedule)
+            for extents in [(64, 3136, 256, 8), (64, 3136, 64, 2), (64, 785, 512, 16)]
+            for schedule in [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4, kept=4)]
+        ],
+        ((64, 3136, 256, 8), ChannelSchedule(8, 8, 7, resident=32)),
+        ((64, 3136, 256, 8), ChannelSchedule(16, 8, 5, 2, resident=64)),
+    ],
+)
 def test_ptxas_spills_nothing_and_needs_about_the_registers_that_are_declared(extents, schedule, tmp_path):
     problem = GroupNormProblem(*extents)
     fields = json.dumps(dataclasses.asdict(schedule))
     said, file, _ = machine_code.compiled(__file__, tmp_path, problem.canonical(), fields)
     assert "0 bytes spill stores" in said
     declared = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target)
-    assert int(re.search(r"Used (\d+) registers", said)[1]) <= declared.registers[0] + 16
-    assert file.read_text().count("ld.v4.b32") >= 3 * schedule.accesses
+    assert int(re.search(r"Used (\d+) registers", said)[1]) <= round_up(declared.registers[0] + 16, 8)
+    text = file.read_text()
+    passes = 3 * schedule.accesses
+    assert text.count("ld.shared.v4" if schedule.resident else "ld.v4.b32") >= passes
+    assert ("cp.async.bulk.tensor" in text) == bool(schedule.resident)
 
 
 def main(canonical: str, fields: str) -> None:

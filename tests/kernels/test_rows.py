@@ -24,7 +24,7 @@ from search_spaces.rows.formulas import (
     SoftmaxProblem,
 )
 from search_spaces.rows.hopper import RowSchedule, coalescing
-from search_spaces.rows.hopper.pipeline import PersistentPipeline
+from search_spaces.rows.hopper.partition import persistent_ctas
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -347,8 +347,7 @@ def test_epsilon_reaches_the_kernel():
 
 def test_rows_are_dealt_to_as_few_persistent_ctas_as_take_as_many_waves():
     def ctas(cluster, rows):
-        shape = {"columns": 65536, "vector": 8, "warpgroups": 2, "accesses": 4}
-        return PersistentPipeline(**shape, cluster=cluster, stages=13, prefetch=0).persistent_ctas(132, rows)
+        return persistent_ctas(cluster, 132, rows)
 
     assert [ctas(1, rows) for rows in (1, 100, 132, 133, 1024, 8192)] == [1, 100, 132, 67, 128, 131]
     assert [ctas(2, rows) for rows in (512, 4096)] == [64, 66]

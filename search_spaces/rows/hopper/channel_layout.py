@@ -35,7 +35,8 @@ class ChannelPlan:
     """The elements of a sample over CTAs and threads; fields may be `Columns` of schedules.
 
     A line is one access of all threads of a warp. It has several positions, or a block of the channels of one: a CTA
-    has one block. The last part of the positions starts early enough to be whole, as does the last chunk of each part.
+    has one block. Each CTA has a part of the positions; in a resident block, each warpgroup has one. The last part
+    starts early enough to be whole, as does the last chunk of each part.
 
     Attributes:
       positions, channels, group: as in `GroupNormProblem`.
@@ -44,6 +45,7 @@ class ChannelPlan:
       accesses: accesses of a thread to a chunk.
       cluster: CTAs that share a sample.
       kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
+      resident: channels of a block of which SMEM holds all positions of a CTA; 0 if CTAs stream their positions.
     """
 
     positions: int
@@ -54,16 +56,18 @@ class ChannelPlan:
     accesses: Any
     cluster: Any
     kept: Any = 0
+    resident: Any = 0
 
     @classmethod
     def of(cls, p: Any, s: Any) -> ChannelPlan:
         """Returns the plan of a `ChannelSchedule`, or of `Columns` of them."""
-        return cls(p.positions, p.channels, p.group, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.kept)
+        warpgroups = s.warps // WARPS
+        return cls(p.positions, p.channels, p.group, s.vector, warpgroups, s.accesses, s.cluster, s.kept, s.resident)
 
     @property
     def block(self) -> Any:
         """Channels of a CTA."""
-        return np.minimum(self.channels, WARP * self.vector)
+        return np.where(self.resident, self.resident, np.minimum(self.channels, WARP * self.vector))
 
     @property
     def blocks(self) -> Any:
@@ -80,18 +84,22 @@ class ChannelPlan:
 
     @property
     def chunk(self) -> Any:
-        """Positions of a chunk."""
-        return self.fragment * self.warpgroups * self.accesses
+        """Positions of a chunk, which a CTA has, or a warpgroup of a resident block."""
+        return self.fragment * self.accesses * np.where(self.resident, 1, self.warpgroups)
+
+    @property
+    def parts(self) -> Any:
+        return self.cluster * np.where(self.resident, self.warpgroups, 1)
 
     @property
     def part(self) -> Any:
-        """Positions of a CTA."""
-        return -(-self.positions // self.cluster)
+        """Positions of a part."""
+        return -(-self.positions // self.parts)
 
     @property
     def part_overlap(self) -> Any:
-        """Positions in both the last part and the one before: fewer than CTAs."""
-        return self.cluster * self.part - self.positions
+        """Positions in both the last part and the one before: fewer than parts."""
+        return self.parts * self.part - self.positions
 
     @property
     def chunks(self) -> Any:
@@ -99,8 +107,13 @@ class ChannelPlan:
 
     @property
     def kept_chunks(self) -> Any:
-        """Chunks in SMEM, the first ones of a part."""
-        return self.chunks * self.kept // 8
+        """Chunks in SMEM for each warpgroup that has chunks of its own: the first ones of a part, or all."""
+        return np.where(self.resident, self.chunks, self.chunks * self.kept // 8)
+
+    @property
+    def buffers(self) -> Any:
+        """Buffers of an all-reduce: warps may be one sample apart in a resident block."""
+        return np.where(self.resident, 2, 1)
 
     @property
     def splits_vector(self) -> Any:
@@ -114,14 +127,16 @@ class ChannelPlan:
 
     def smem_bytes(self, program: Program) -> Any:
         """Returns the SMEM of one CTA."""
-        numbers = 4 * len(program.stages) * most_statistics(program) * self.numbers
+        numbers = 4 * self.buffers * len(program.stages) * most_statistics(program) * self.numbers
         exchanged = np.where(self.cluster > 1, round_up(numbers * self.cluster, SMEM_ALIGNMENT), 0)
+        kept = self.kept_chunks * np.where(self.resident, self.warpgroups, 1)
         chunks = sum(
-            round_up(self.kept_chunks * self.chunk * self.block * itemsize, SMEM_ALIGNMENT)
+            round_up(kept * self.chunk * self.block * itemsize, SMEM_ALIGNMENT)
             for itemsize in kept_inputs(program).values()
         )
         partials = round_up(numbers * ROWS * self.warpgroups, SMEM_ALIGNMENT)
-        return chunks + partials + exchanged + REDUCTION_BYTES + BARRIER_BYTES
+        barriers = 1 + np.where(self.resident, kept, 0)
+        return chunks + partials + exchanged + REDUCTION_BYTES + barriers * BARRIER_BYTES
 
     @property
     def layout(self) -> ChannelLayout:

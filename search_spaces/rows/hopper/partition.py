@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPS
+from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.rows.hopper.thread_layout import (
     CLUSTER_RANK,
     REDUCTION_BYTES,
@@ -428,3 +428,15 @@ class RegisterPlan:
 
     def partials(self, program: Program) -> PartialsBuffer:
         return PartialsBuffer(most_statistics(program), self.warps)
+
+
+def persistent_ctas(cluster: int, cores: int, tasks: int) -> int:
+    """Returns the number of CTAs or clusters that share the tasks: the fewest with the minimum number of waves.
+
+    Hopper's cores come in pairs, and pairs in groups that a cluster cannot span. The groups differ in size, so some
+    cores are left over if clusters have more than two CTAs (docs/kernels/rows-hopper.md).
+    """
+    unit = 2 if cluster <= 2 else MAX_CLUSTER  # cores
+    most = max(1, cores // unit * unit // cluster)
+    waves = -(-tasks // most)
+    return -(-tasks // waves)

@@ -32,11 +32,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, WARPS
+from search_spaces.hopper import BARRIER_BYTES, WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
 from search_spaces.rows.hopper.chunks import Cta, Row, launch, row_inputs, stage_arrays, stages_bytes
-from search_spaces.rows.hopper.partition import BUFFERS, RowPartition, Scratch
+from search_spaces.rows.hopper.partition import BUFFERS, RowPartition, Scratch, persistent_ctas
 from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rows.program import Program
 from search_spaces.rows.stages import Stage, Statistics
@@ -78,17 +78,6 @@ class PersistentPipeline(RowPartition):
             partials=buffer.scratch(BUFFERS),
         )
 
-    def persistent_ctas(self, cores: int, rows: int) -> int:
-        """Returns the number of CTAs or clusters that share the rows: the fewest with the minimum number of waves.
-
-        Hopper's cores come in pairs, and pairs in groups that a cluster cannot span. The groups differ in size, so some
-        cores are left over if clusters have more than two CTAs (docs/kernels/rows-hopper.md).
-        """
-        unit = 2 if self.cluster <= 2 else MAX_CLUSTER  # cores
-        most = max(1, cores // unit * unit // self.cluster)
-        waves = -(-rows // most)
-        return -(-rows // waves)
-
 
 def persistent_pipeline(
     program: Program,
@@ -103,7 +92,7 @@ def persistent_pipeline(
     All should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
     run = functools.partial(_rows, of_array=rows)
-    return launch(run, program, plan, results, arrays, persistent_cta=plan.persistent_ctas(cores, rows))
+    return launch(run, program, plan, results, arrays, persistent_cta=persistent_ctas(plan.cluster, cores, rows))
 
 
 @dataclasses.dataclass(frozen=True)
