@@ -225,7 +225,7 @@ class Verdict:
       rounds: number of rounds in the run-off.
       tied: equally fast candidates as "backend schedule", the winner first; empty if the winner is alone.
       margin_low, margin_high: bounds of the runner-up's time over the winner's, minus one; None if unknown.
-      drift: the slowest round over the fastest of the same schedule, minus one.
+      drift: the slowest round over the fastest, minus one, of the finalist whose rounds differ least.
       notes: further events, one sentence each.
     """
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
@@ -30,7 +31,6 @@ from scheduler.measure.verification import Rows, compared_elements, identical, s
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
 from search_spaces import checking
-from search_spaces.configuration import measurements
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, Tolerance
@@ -102,6 +102,8 @@ class Bench:
         self._draws: list[Draw] = []  # one for each variant of the operands
         self._sets: list[tuple[tuple[jax.Array, ...], ...]] = []  # the variants of each set of operands
         self._unfilled: Callable[[], None] | None = None  # fills `_draws` and `_sets`
+        self._copy: buffers.Copy | None = None  # of a set; None if one set is timed, from a warm cache
+        self._random = random.Random(seed)
         # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
         # there.
         bounded = self._l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
@@ -142,12 +144,28 @@ class Bench:
             return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
-        """Times a candidate again that `measure` has verified; an unknown candidate is measured from the start."""
+        """Times a candidate again that `measure` has verified; an unknown candidate is measured from the start.
+
+        Operands and results are at other addresses each time: a time may depend on them.
+        """
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
         with self._exclusive_device():
+            self._move()
             return self._time(candidate, repetitions)
+
+    def _move(self) -> None:
+        """Copies the operands to other addresses, and drops the result buffers. Requires the device lock."""
+        if self._copy is None or not buffers.moves(self._problem, len(self._sets)):
+            return
+        self._results.clear()
+        pages = self._random.randrange(buffers.MOST_MOVE_PAGES + 1)
+        before = jax.device_put(np.zeros(pages * buffers.MOVE_PAGE_BYTES, np.uint8))
+        for number, (operands, *_) in enumerate(self._sets):
+            moved = self._problem.variants(self._copy(operands))
+            self._sets[number] = jax.block_until_ready(jax.tree.map(jnp.asarray, moved))
+        before.delete()
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
         """Checks a candidate with other inputs in several calls; returns the failure, or None if it is correct.
@@ -398,13 +416,13 @@ class Bench:
         if self._sets or self._unfilled is not None:
             return
         inputs = self._operands(self._problem, self._seed)
-        copies = buffers.copying(inputs) if self._l2 == "cold" else None
+        self._copy = buffers.copying(inputs) if self._l2 == "cold" else None
 
         def fill() -> None:
             self._draws = [self._draw_of(self._problem, each) for each in self._problem.variants(inputs)]
             sets = [inputs]
-            if copies is not None:
-                sets += [copies() for _ in range(rotating_sets(self._problem, self._hardware) - 1)]
+            if self._copy is not None:
+                sets += [self._copy(inputs) for _ in range(rotating_sets(self._problem, self._hardware) - 1)]
             variants = [self._problem.variants(each) for each in sets]
             self._sets = jax.block_until_ready(jax.tree.map(jnp.asarray, variants))
 
@@ -435,62 +453,3 @@ def calls_to_confirm(problem: Problem) -> int:
 
 def _runs(problem: Problem) -> int:
     return RUNS if compared_elements(problem) <= MANY_ELEMENTS else FEWEST_RUNS
-
-
-# ------------------------------------------------------------------------------
-# Caches the benches of the current problems, and rebuilds a bench that a candidate may have damaged.
-
-Key = TypeVar("Key", bound=Hashable)
-O = TypeVar("O", bound=Outcome | None)  # noqa: E741
-
-
-@dataclasses.dataclass
-class _CachedBench:
-    """A bench, and whether any candidate, of any problem, has run since it was made."""
-
-    bench: Bench
-    used: bool = False
-
-
-class BenchCache(Generic[Key]):
-    """Caches one bench for each problem that is being searched.
-
-    Args:
-      make: creates the bench of a key, which identifies the operation, the problem and the cache state of its operands.
-    """
-
-    def __init__(self, make: Callable[[Key], Bench]) -> None:
-        self._make = make
-        self._benches: dict[Key, _CachedBench] = {}
-
-    @measurements()
-    def ask(self, key: Key, question: Callable[[Bench], O], *, others: Collection[Key] = ()) -> O:
-        """Calls `question` with the bench of `key` and returns the result.
-
-        A candidate fails verification only if it is wrong with intact operands and an intact reference. An earlier
-        candidate may have written out of bounds and damaged them; the bench is then rebuilt and the question is
-        repeated.
-
-        Args:
-          others: the other problems for which benches are kept.
-        """
-        # Free the device memory of other benches before this bench is made.
-        self._benches = {held: bench for held, bench in self._benches.items() if held == key or held in others}
-        answer = question(self._of(key).bench)
-        if isinstance(answer, Failure) and answer.stage == "verify":
-            cached = self._of(key)
-            if cached.used and not cached.bench.intact():
-                del cached, self._benches[key]
-                answer = question(self._of(key).bench)
-        for cached in self._benches.values():
-            cached.used = True
-        return answer
-
-    def drop(self) -> None:
-        """Frees the device memory of all benches."""
-        self._benches = {}
-
-    def _of(self, key: Key) -> _CachedBench:
-        if key not in self._benches:
-            self._benches[key] = _CachedBench(self._make(key))
-        return self._benches[key]

@@ -20,19 +20,19 @@ from search_spaces import checking
 from search_spaces.checking import program_of
 from search_spaces.problem import SLAB, Problem, as_tuple, nbytes
 
-Fill = Callable[[], tuple[jax.Array, ...]]
+Copy = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 Poison = Callable[..., tuple[jax.Array, ...]]
 # Fills floating-point results in which NaN may be correct. Each dtype can represent this number.
 OTHER = -96.0
 
 
-def copying(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Fill:
-    """Returns a function that copies these arrays.
+def copying(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Copy:
+    """Returns a function that copies arrays like these.
 
     If processes share programs, the function is compiled now, so that a call only copies.
     """
-    each = [(program_of(_copied, x), x) for x in arrays]
-    return lambda: tuple(copy(x) for copy, x in each)
+    copies = [program_of(_copied, x) for x in arrays]
+    return lambda arrays: tuple(copy(x) for copy, x in zip(copies, arrays, strict=True))
 
 
 def poisoning(problem: Problem) -> Poison:
@@ -91,6 +91,17 @@ def rotating_sets(problem: Problem, hardware: Hardware) -> int:
     return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / max(1, _operand_bytes(problem))) + 1)
 
 
+# Sets of operands that are few enough, and small enough, for times to depend on their addresses.
+MOST_MOVED_SETS, MOST_MOVED_BYTES = 8, 2**30
+# Copies start at a random multiple of a page (CUDA Driver API, cuMemCreate) within this range.
+MOVE_PAGE_BYTES, MOST_MOVE_PAGES = 2**21, 8
+
+
+def moves(problem: Problem, sets: int) -> bool:
+    """Returns whether a bench moves its operands and results before each round of a run-off."""
+    return sets <= MOST_MOVED_SETS and sets * _operand_bytes(problem) <= MOST_MOVED_BYTES
+
+
 def rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
     """Returns how many result buffers are rotated.
 
@@ -111,7 +122,8 @@ def needed_buffer_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -
     is confirmed, it also holds the operands and the reference of a second draw, and temporarily random numbers and
     operands in float32. While XLA
     autotunes a library program, the bench holds no results. XLA then allocates two results of its own, and its own
-    operands, which take less memory than the second draw.
+    operands, which take less memory than the second draw. A bench that moves keeps the operands of its draws, and
+    copies one set at a time.
     """
     sets = rotating_sets(problem, hardware) if timing_conditions(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), _result_bytes(problem)
@@ -119,6 +131,8 @@ def needed_buffer_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -
     compared = 4 * compared_elements(problem)
     # For one slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
+    if moves(problem, sets):
+        drawn = max(drawn, 2 * operands + MOST_MOVE_PAGES * MOVE_PAGE_BYTES)
     each = [nbytes(x) for x in problem.results()]
     rotating = sum(map(_region, each)) + max(1, rotating_results(problem, hardware, sets) - 1) * result
     autotuned = 2 * sum(_region(size + REDZONE_BYTES) for size in each)

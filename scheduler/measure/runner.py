@@ -13,7 +13,8 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
-from scheduler.measure.bench import Bench, BenchCache
+from scheduler.measure.bench import Bench
+from scheduler.measure.bench_cache import BenchCache
 from scheduler.measure.buffers import least_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from search_spaces.operation import Operation

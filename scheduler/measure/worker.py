@@ -19,7 +19,8 @@ from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
-from scheduler.measure.bench import Bench, BenchCache
+from scheduler.measure.bench import Bench
+from scheduler.measure.bench_cache import BenchCache
 from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import channel_to_parent

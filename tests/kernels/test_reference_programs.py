@@ -174,6 +174,6 @@ def test_a_copy_is_an_array_of_its_own(tmp_path):
     x = jnp.arange(64.0)
     for directory in ("", str(tmp_path)):
         with shared_in(directory):
-            (copy,) = buffers.copying([x])()
+            (copy,) = buffers.copying([x])([x])
         assert copy.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
         assert jnp.array_equal(copy, x)

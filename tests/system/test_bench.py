@@ -256,6 +256,25 @@ def test_a_candidate_that_is_timed_again_gets_all_its_repetitions(bench):
     assert len(bench.again("deceiver", {"behave": "slow"}, 10).samples_s) == 10
 
 
+def test_a_candidate_is_timed_again_with_operands_at_other_addresses():
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), COLD)
+    assert isinstance(measure(bench, "right"), Measurement)
+
+    def operands():
+        return [x for each in bench._sets for variant in each for x in variant]
+
+    before = operands()
+    assert len(before) == 3
+    assert isinstance(bench.again("deceiver", {"behave": "right"}, 3), Measurement)
+    after = operands()
+    assert not {x.unsafe_buffer_pointer() for x in before} & {x.unsafe_buffer_pointer() for x in after}
+    np.testing.assert_array_equal(before, after)
+
+
+# A chip whose operands do not fit its cache.
+COLD = dataclasses.replace(
+    CPU, l2_bytes=4 * LENGTH, abilities=dataclasses.replace(CPU.abilities, cold=True), flops_per_s={}
+)
 # A chip whose operands come from memory, and on which a doubled float takes a second.
 SLUGGISH = dataclasses.replace(
     CPU, flops_per_s={"float32": 1.0}, l2_bytes=1024, abilities=dataclasses.replace(CPU.abilities, cold=True)

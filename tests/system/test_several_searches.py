@@ -13,7 +13,7 @@ from processes import started
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record, key_of
-from scheduler.measure.bench import BenchCache
+from scheduler.measure.bench_cache import BenchCache
 from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
