@@ -40,17 +40,19 @@ PYTHON_OF_JAX = (((0, 11), (3, 12)), ((0, 10), (3, 11)))
 HAS_GPU_INTERPRETER = JAX_VERSION >= (0, 11)
 
 
-def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[None]:
+def gpu_interpreter(*, detect_races: bool = False, skip_inline: bool = False) -> AbstractContextManager[None]:
     """Context in which Mosaic GPU kernels are interpreted on the CPU.
 
-    With `detect_races`, a race raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED".
+    With `detect_races`, a race raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED". With `skip_inline`, a
+    kernel's `plgpu.inline_mgpu` is skipped; it must be without effect here, such as a fence.
 
     Raises:
       NotImplementedError: on JAX below 0.11 (see `HAS_GPU_INTERPRETER`).
     """
     if not HAS_GPU_INTERPRETER:
         raise NotImplementedError(f"interpreting GPU kernels needs jax 0.11 or newer, this is {jax.__version__}")
-    return _interpreting(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)))
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore" if skip_inline else "error")
+    return _interpreting(plgpu.force_gpu_interpret_mode(params))
 
 
 _interprets: contextvars.ContextVar[bool] = contextvars.ContextVar("interprets", default=False)
