@@ -67,14 +67,18 @@ def compiled(run: Callable[..., Any], operands: Sequence[Any], hardware: Any, fo
     return Compiled(ptx, *assembled(ptx, hardware.architecture), requested_onchip_bytes(lowered))
 
 
+def machine(architecture: str) -> str:
+    """What ptxas calls an architecture with the instructions that no later one has: wgmma, tcgen05."""
+    return f"{architecture}a" if architecture in ("sm_90", "sm_100") else architecture
+
+
 def assembled(ptx: Path, architecture: str) -> tuple[int, int]:
     """Registers of a thread and bytes that it spills, of PTX as ptxas takes it for this architecture.
 
     PTX for an older one is compiled for a newer one, as a driver would; of the kernels by warp-level MMA it differs
     from that for the newer one in nothing but the line that says so.
     """
-    machine = "sm_90a" if architecture == "sm_90" else architecture
-    command = [str(tool("ptxas")), f"-arch={machine}", "-O3", "-v", str(ptx), "-o", os.devnull]
+    command = [str(tool("ptxas")), f"-arch={machine(architecture)}", "-O3", "-v", str(ptx), "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     text = said.stdout + said.stderr
     spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", text))

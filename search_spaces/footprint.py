@@ -90,6 +90,7 @@ class Footprint:
       step: demands of each step of a tile.
       tile: demands of each tile besides its steps: operands loaded once, the epilogue, the result.
       onchip_bytes: on-chip memory that one block requests, exact to the byte.
+      tmem_bytes: tensor memory that one block allocates (Blackwell), in bytes.
       spill_bytes: lower bound of the additional bytes that the compiler takes for spilled registers.
       onchip_limit_bytes: limit of on-chip memory per block that the launch requests; 0 is the chip's default.
       steps: steps of a tile; the mean over tiles if these differ.
@@ -135,6 +136,7 @@ class Footprint:
     group: Column | int = 1
     snake: bool = False
     axes: tuple[str, ...] = ()
+    tmem_bytes: Column | int = 0
     spill_bytes: Column | float = 0
     onchip_limit_bytes: Column | int = 0
     stages: Column | int = 1

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,17 +40,19 @@ PYTHON_OF_JAX = (((0, 11), (3, 12)), ((0, 10), (3, 11)))
 HAS_GPU_INTERPRETER = JAX_VERSION >= (0, 11)
 
 
-def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[None]:
+def gpu_interpreter(*, detect_races: bool = False, skip_inline: bool = False) -> AbstractContextManager[None]:
     """Context in which Mosaic GPU kernels are interpreted on the CPU.
 
-    With `detect_races`, a race raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED".
+    With `detect_races`, a race raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED". With `skip_inline`, a
+    kernel's `plgpu.inline_mgpu` is skipped; it must be without effect here, such as a fence.
 
     Raises:
       NotImplementedError: on JAX below 0.11 (see `HAS_GPU_INTERPRETER`).
     """
     if not HAS_GPU_INTERPRETER:
         raise NotImplementedError(f"interpreting GPU kernels needs jax 0.11 or newer, this is {jax.__version__}")
-    return _interpreting(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)))
+    params = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore" if skip_inline else "error")
+    return _interpreting(plgpu.force_gpu_interpret_mode(params))
 
 
 _interprets: contextvars.ContextVar[bool] = contextvars.ContextVar("interprets", default=False)
@@ -170,16 +173,34 @@ def store_run(ref: Any, start: Any, value: jax.Array) -> None:
         store(run.reshape(value.shape), value)
 
 
-def jax_gpu_kernels_missing() -> str | None:
-    """Returns why JAX's own Pallas kernels for GPUs cannot be imported; None if they can."""
+_JAX_GPU_KERNELS = "jax.experimental.pallas.ops.gpu"
+
+
+@functools.cache
+def jax_gpu_kernels_missing(name: str) -> str | None:
+    """Returns why a module of JAX's own Pallas kernels for GPUs cannot be imported; None if it can."""
     # They import JAX's utilities for tests, which import absl.
-    return None if importlib.util.find_spec("absl") else "is part of JAX's own kernels, which need absl-py"
+    if not importlib.util.find_spec("absl"):
+        return "is part of JAX's own kernels, which need absl-py"
+    found = importlib.util.find_spec(f"{_JAX_GPU_KERNELS}.{name}")
+    return None if found else f"is a kernel of JAX, and jax {jax.__version__} has no {_JAX_GPU_KERNELS}.{name}"
 
 
 @functools.cache
 def jax_gpu_kernel(name: str) -> Any:
     """Returns a module of JAX's own Pallas kernels for GPUs: "ragged_dot_mgpu"."""
-    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+    return importlib.import_module(f"{_JAX_GPU_KERNELS}.{name}")
+
+
+def with_core_count(kernel: Callable[..., Any], cores: int) -> Callable[..., Any]:
+    """Returns a copy of one of JAX's functions that sees `cores` cores on the default device.
+
+    The default device may be another chip than the one that the kernel is lowered for.
+    """
+    seen = types.ModuleType(jax.__name__)
+    vars(seen).update(vars(jax), local_devices=lambda: [types.SimpleNamespace(core_count=cores)])
+    function: Any = kernel
+    return types.FunctionType(function.__code__, {**function.__globals__, "jax": seen}, function.__name__)
 
 
 def writing_over(run: Callable[..., Any]) -> Any:

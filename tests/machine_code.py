@@ -1,6 +1,6 @@
-"""Hopper kernels as machine code without a GPU: compiled for an H200 that is not here, and what ptxas says of them.
+"""Kernels as machine code without a GPU: compiled for a chip that is not here, an H200 as a rule, and what ptxas says.
 
-A test names a program, itself as a rule, which compiles one kernel by `compile_for_h200`.
+A test names a program, itself as a rule, which compiles one kernel by `compile_for_h200` or `compile_changed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from absent_gpu import lowered_for, tool
+from absent_gpu import lowered_for, machine, tool
 
 PTXAS = tool("ptxas")
 MISSING = [
@@ -35,7 +35,7 @@ def needed(*others: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def compiled(program: str, folder: Path, *arguments: str) -> tuple[str, Path, Path]:
+def compiled(program: str, folder: Path, *arguments: str, architecture: str = "sm_90") -> tuple[str, Path, Path]:
     """Of the one kernel that `program` compiles, given `arguments`: what ptxas says, its PTX and its cubin."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     tests = Path(__file__).parent
@@ -49,7 +49,7 @@ def compiled(program: str, folder: Path, *arguments: str) -> tuple[str, Path, Pa
     built = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)
     (ptx,) = folder.glob("*.ptx") or pytest.fail(built.stdout + built.stderr)
     cubin = folder / "kernel.cubin"
-    command = [str(PTXAS), "-arch=sm_90a", "-O3", "-v", str(ptx), "-o", str(cubin)]
+    command = [str(PTXAS), f"-arch={machine(architecture)}", "-O3", "-v", str(ptx), "-o", str(cubin)]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     return said.stdout + said.stderr, ptx, cubin
 
@@ -60,17 +60,17 @@ def sound(said: str) -> bool:
     return spilled_nothing and "serialized" not in said and "insufficient registers" not in said
 
 
-def compile_changed(kernel: Any, problem: Any, changed: Mapping[str, Any]) -> None:
-    """Of a legal schedule: the model's first choice, but for some fields."""
+def compile_changed(kernel: Any, problem: Any, changed: Mapping[str, Any], chip: Any = None) -> None:
+    """Of a legal schedule: the model's first choice, but for some fields; for an H200, or another chip."""
     from scheduler.core import hardware
     from scheduler.model.cost import CostModel
     from scheduler.model.pruning import prune
 
-    h200 = hardware.find("NVIDIA H200")
-    space = kernel.space(problem, h200.target)
-    one = space.decode(prune(kernel, problem, h200, CostModel(h200)).candidates()[0].schedule | changed)
+    chip = chip or hardware.find("NVIDIA H200")
+    space = kernel.space(problem, chip.target)
+    one = space.decode(prune(kernel, problem, chip, CostModel(chip)).candidates()[0].schedule | changed)
     assert not space.broken(one)
-    compile_for_h200(lambda *args: kernel.run(problem, one, h200.target, *args), problem.operands())
+    lowered_for(lambda *args: kernel.run(problem, one, chip.target, *args), problem.operands(), chip).compile()
 
 
 def compile_for_h200(run: Callable[..., Any], operands: Any) -> None:

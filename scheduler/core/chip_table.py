@@ -69,6 +69,7 @@ class Hardware:
       onchip_bytes_per_core: on-chip memory shared by the resident blocks of a core; each block reserves
         `onchip_reserved_bytes` of it.
       onchip_bytes_per_clock: read bandwidth of one core's on-chip memory.
+      tmem_bytes: tensor memory of one core (Blackwell), shared by its resident blocks; 0 if there is none.
       registers_per_thread, registers_per_core, threads_per_core, blocks_per_core: limits.
       clock_hz: the maximum clock rate.
       boost: `clock_hz` over the clock that `flops_per_s` assumes; the speedup per core while few cores are busy.
@@ -117,6 +118,7 @@ class Hardware:
     topology: str = ""
     static_cycles: bool = False
     onchip_default_bytes: int = 0
+    tmem_bytes: int = 0
     extrapolated: bool = False
     abilities: Abilities = GPU
 
@@ -205,10 +207,45 @@ _AD102 = dataclasses.replace(
 )
 _GA102 = dataclasses.replace(_AD102, kind="GA102", architecture="sm_86", cores=84, l2_bytes=6 * MB, blocks_per_core=16)
 
+# NVIDIA Blackwell datasheet (2025), HGX B200: rates of eight GPUs, with sparsity (halved here) except float32. XLA's
+# description of the chip (xla/backends/gpu/target_config/specs/b200.txtpb), as its driver reports it: cores, clock,
+# memory, bandwidth (datasheet: 7.7 TB/s), L2. 1.856 GHz follows from 8,192 bfloat16 operations per core and clock.
+# Limits of compute capability 10.0: Blackwell Tuning Guide, occupancy. Tensor memory, 512 columns of 128 lanes of 4
+# bytes: PTX ISA, tensor memory addressing. The L2 rate, 64 bytes per core and clock as above, is unmeasured; latencies
+# are priors.
+_B200 = dataclasses.replace(
+    _H100,
+    kind="NVIDIA B200",
+    architecture="sm_100",
+    cores=148,
+    memory_bytes=178 * GIB,
+    flops_per_s=peaks(half=2.25e15, tf32=1.125e15, fp32=75e12, int8=4.5e15, fp8=4.5e15),
+    hbm_bytes_per_s=7.67e12,
+    l2_bytes_per_s=148 * 64 * 1.965e9,
+    l2_bytes=132_644_864,
+    tmem_bytes=512 * 128 * 4,
+    clock_hz=1.965e9,
+    boost=1.965 / 1.856,
+)
+
 GPUS: tuple[Hardware, ...] = (
     # NVIDIA H200 datasheet: the H100's processor with 141 GB at 4.8 TB/s.
     dataclasses.replace(_H100, kind="NVIDIA H200", memory_bytes=140 * GIB, hbm_bytes_per_s=4.8e12, l2_bytes=60 * MB),
     _H100,
+    _B200,
+    # The same sources: rates of GB200 NVL72 over its 72 GPUs; XLA's gb200.txtpb (datasheet: 8 TB/s).
+    dataclasses.replace(
+        _B200,
+        kind="NVIDIA GB200",
+        cores=152,
+        memory_bytes=184 * GIB,
+        flops_per_s=peaks(half=2.5e15, tf32=1.25e15, fp32=80e12, int8=5e15, fp8=5e15),
+        hbm_bytes_per_s=7.93e12,
+        l2_bytes_per_s=152 * 64 * 2.062e9,
+        l2_bytes=135_528_448,
+        clock_hz=2.062e9,
+        boost=2.062 / 2.008,
+    ),
     # NVIDIA A100 Tensor Core GPU Architecture (whitepaper, 2020), SXM4 80 GB; 163 KiB per block: CUDA C Programming
     # Guide.
     dataclasses.replace(

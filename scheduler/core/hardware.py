@@ -34,6 +34,9 @@ def find(kind: str) -> Hardware:
     """
     rows = {row.kind: row for row in CHIPS}
     found = [kind] if kind in rows else [row.kind for row in CHIPS if named(kind, (row.kind, *row.names))]
+    if len(found) > 1:  # "B200" is a word of one name, and a part of GB200
+        whole = [name for name in found if kind.lower() in name.lower().split()]
+        found = whole if len(whole) == 1 else found
     if len(found) == 1:
         return rows[found[0]]
     if found:

@@ -21,6 +21,7 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
+from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +210,14 @@ def of_replay(path: Path, operation: Operation[Any] | None = None, *, budget: in
 # ------------------------------------------------------------------------------
 # Makes a typical problem of an operation, for checking backends and for showing how to name a problem.
 
-# The value of every extent without a default, in the problem used to check backends.
-EXTENT = 128  # the product of four stays within 32-bit indices
+# The values of every extent without a default, in the problems used to check backends: the product of four of the first
+# stays within 32-bit indices; the second is a whole tile of two CTAs.
+EXTENTS = 128, 256
+
+
+def examples(operation: Operation[Any]) -> list[Problem]:
+    """Returns typical problems of the operation; none if a field without a default is not an extent."""
+    return [problem for extent in EXTENTS if (problem := example(operation, extent)) is not None]
 
 
 def example(operation: Operation[Any], extent: int) -> Problem | None:
@@ -220,3 +227,9 @@ def example(operation: Operation[Any], extent: int) -> Problem | None:
         return operation.problem.parse({name: str(extent) for name in needed})
     except ValueError:
         return None
+
+
+def refusal(kernel: Kernel[Any, Any], problems: Sequence[Problem], target: Target) -> str | None:
+    """Returns why a kernel runs none of `problems` on `target`, the reason for the first; None if it runs one."""
+    reasons = [kernel.supports(problem, target) for problem in problems]
+    return None if None in reasons else reasons[0]

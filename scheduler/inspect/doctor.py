@@ -20,7 +20,7 @@ from scheduler.core.hardware import GIB, TABLE, Hardware
 from scheduler.core.records import Keyed, preferred
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
-from scheduler.inspect.case import EXTENT, example
+from scheduler.inspect.case import examples, refusal
 from scheduler.inspect.provenance import stale_version
 from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu, cuda_wanted
@@ -76,15 +76,22 @@ class Coverage:
     def __str__(self) -> str:
         if not self.kernels:
             return "; ".join(["XLA alone", *([self.records_text] if self.records_text else []), *self.outdated])
-        return (
-            f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.fallback_text} answers"
-        )
+        missing = self.unverified_text or f"without a record, {self.fallback_text} answers"
+        return f"{self.kernels_text}; {self.records_text or 'no record'}; {missing}"
+
+    @property
+    def unverified_text(self) -> str:
+        """What answers if the chip has kernels and none is verified on it; else ""."""
+        if self.verified or not self.kernels:
+            return ""
+        tune = "tile-scheduler tune, which verifies each candidate"
+        return f"none is verified on {self.hardware.architecture}: XLA answers until the problem is tuned ({tune})"
 
 
 def coverage(records: Iterable[Keyed]) -> list[Coverage]:
     """Returns one row for each chip of the table. Several records of the same problem count once.
 
-    Kernels are those of the package's own operations, checked with one typical problem per operation.
+    Kernels are those of the package's own operations, checked with typical problems of each operation.
     """
     counts: collections.Counter[tuple[str, bool]] = collections.Counter(
         (record.key.hardware, record.estimated) for record in preferred(records).values()
@@ -96,11 +103,11 @@ def coverage(records: Iterable[Keyed]) -> list[Coverage]:
         outdated: dict[str, None] = {}
         for name in OPERATIONS:
             operation = load(name)
-            problem = example(operation, EXTENT)
-            for kernel in operation.kernels if problem is not None else ():
+            problems = examples(operation)
+            for kernel in operation.kernels if problems else ():
                 if kernel.library or kernel.vendor:
                     continue
-                reason = kernel.supports(problem, hardware.target)
+                reason = refusal(kernel, problems, hardware.target)
                 if reason is not None and reason.startswith(NEEDS_JAX):
                     outdated[f"a kernel {reason}"] = None
                 if reason is None:
@@ -151,7 +158,8 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     yield from _caches()
     yield from _on_miss()
     yield from _misses()
-    yield from _chips()
+    rows = _rows()
+    yield from _chips(rows)
     gpu = Gpu.query(device)
     if gpu is None:
         yield Finding(
@@ -175,6 +183,10 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
         yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {detail}")
     else:
         yield Finding("hardware", "ok", hardware.id)
+    like = next((row for row in rows if row.hardware.architecture == hardware.architecture), None)
+    if like is not None and like.unverified_text:
+        tried = like.kernels_text.replace("`", "")
+        yield Finding("Pallas kernels", "note", f"{like.unverified_text}; a search tries {tried}")
     for name in OPERATIONS:
         yield from _backends(load(name), hardware)
 
@@ -227,14 +239,19 @@ def upgrade(jax_version: str) -> str:
     return f"{command}) under Python {wanted} or newer, which it needs (this is {platform.python_version()})"
 
 
-def _chips() -> Iterator[Finding]:
-    """Reports the support for each chip of the table."""
+def _rows() -> list[Coverage]:
+    """Returns the support for each chip of the table, with the records of the user's cache and the shipped one."""
     heads: list[Head] = []
     for opened in (lambda: Store(default_url()), shipped):
         with contextlib.suppress(StoreError):  # already reported by `_caches`
             store = opened()
             heads += store.heads() if store is not None else ()
-    for row in coverage(heads):
+    return coverage(heads)
+
+
+def _chips(rows: Sequence[Coverage]) -> Iterator[Finding]:
+    """Reports the support for each chip of the table."""
+    for row in rows:
         compiler = ""
         if row.compiled:
             compiler = unable(row.hardware) or "its compiler is installed and estimates times (tune --hardware)"
@@ -292,12 +309,12 @@ def _misses() -> Iterator[Finding]:
 
 
 def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:
-    problem = example(operation, EXTENT)
-    if problem is None:
+    problems = examples(operation)
+    if not problems:
         return
     for kernel in operation.kernels:
         what = f"{operation.name}: {kernel.backend}"
-        if reason := kernel.supports(problem, hardware.target):
+        if reason := refusal(kernel, problems, hardware.target):
             yield Finding(what, "note", reason)
         elif kernel.library or hardware.architecture in kernel.verified_on:
             yield Finding(what, "ok", f"version {kernel.version}")

@@ -43,6 +43,9 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
     )
     if onchip_needed > limit:
         return f"it needs {onchip_needed} bytes of on-chip memory and a block of {hardware.kind} has {limit}"
+    tmem_needed = int(np.ravel(footprint.tmem_bytes)[0])
+    if tmem_needed > hardware.tmem_bytes:
+        return f"it needs {tmem_needed} bytes of tensor memory and a core of {hardware.kind} has {hardware.tmem_bytes}"
     return None
 
 
@@ -240,6 +243,8 @@ def prune(
         f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": (demand > limit)
         & (demand > hardware.onchip_bytes),
         f"needs more on-chip memory than {hardware.kind} gives whoever asks for no more": demand > limit,
+        f"needs more tensor memory than one core has ({hardware.tmem_bytes} bytes)": full(footprint.tmem_bytes)
+        > hardware.tmem_bytes,
         f"spills registers ({hardware.registers_per_thread} per thread)": full(footprint.registers)
         > hardware.registers_per_thread,
         f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)

@@ -15,6 +15,7 @@ from jax import lax
 
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
 from search_spaces.matmul import problem, rules, xla
+from search_spaces.matmul.blackwell import JaxBlackwellMatmul
 from search_spaces.matmul.hopper import MosaicGpuBf16x3Matmul, MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
@@ -409,6 +410,7 @@ MATMUL = Operation(
         MosaicGpuMatmul(),
         MosaicGpuBf16x3Matmul(),
         MosaicGpuMmaMatmul(),
+        JaxBlackwellMatmul(),
         MosaicTpuMatmul(),
         InterpretMatmul(),
         XlaMatmul(),

@@ -22,7 +22,7 @@ from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
 from search_spaces.ragged_dot.hopper import MosaicGpuGatedRaggedDot, MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
-from search_spaces.ragged_dot.jax_kernels import JaxRaggedDot
+from search_spaces.ragged_dot.jax_kernels import JaxBlackwellRaggedDot, JaxRaggedDot
 from search_spaces.ragged_dot.kernels import (
     InterpretGatedRaggedDot,
     InterpretRaggedDot,
@@ -391,7 +391,14 @@ def shard_weights(p: RaggedDotWeightsProblem) -> Sharding[RaggedDotWeightsProble
 RAGGED_DOT = Operation[RaggedDotProblem](
     name="ragged_dot",
     problem=RaggedDotProblem,
-    kernels=(MosaicGpuRaggedDot(), JaxRaggedDot(), MosaicTpuRaggedDot(), InterpretRaggedDot(), XlaRaggedDot()),
+    kernels=(
+        MosaicGpuRaggedDot(),
+        JaxRaggedDot(),
+        JaxBlackwellRaggedDot(),
+        MosaicTpuRaggedDot(),
+        InterpretRaggedDot(),
+        XlaRaggedDot(),
+    ),
     jvp=jvp,
     transpose=transpose,
     batch=batch,

@@ -1,5 +1,6 @@
 """Chips: a table whose figures agree with each other, and what is found where no row is."""
 
+import contextlib
 import dataclasses
 import re
 from types import SimpleNamespace
@@ -7,13 +8,19 @@ from types import SimpleNamespace
 import jax
 import pytest
 from failures import failures
+from many_records import record_of
 
 from scheduler.core import hardware
 from scheduler.core.errors import NoCandidate, UnknownChip
 from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find
+from scheduler.core.records import Entry
 from scheduler.dispatch import dispatch
 from scheduler.inspect.doctor import examine
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.ragged_dot import RAGGED_DOT, RaggedDotProblem
 from search_spaces.target import Target
 
 pytestmark = pytest.mark.one_jax
@@ -27,7 +34,7 @@ def test_figures_of_a_chip_agree_with_each_other():
         for field in dataclasses.fields(row):
             value = getattr(row, field.name)
             numbers = value.values() if field.name == "flops_per_s" else [value]
-            may_lack = field.name in ("onchip_reserved_bytes", "onchip_default_bytes", "l2_bytes")
+            may_lack = field.name in ("onchip_reserved_bytes", "onchip_default_bytes", "l2_bytes", "tmem_bytes")
             assert all(n > 0 or may_lack for n in numbers if not isinstance(n, str | bool | tuple | Abilities))
         assert row.onchip_default_bytes <= row.onchip_bytes
         assert row.onchip_bytes + row.onchip_reserved_bytes <= row.onchip_bytes_per_core
@@ -55,7 +62,7 @@ def test_on_a_gpu_fewer_bits_are_faster():
 def test_the_peak_is_that_of_all_cores_at_a_possible_clock():
     def check(row):
         # Dense bfloat16 FLOP of one core, from the whitepapers; a GeForce accumulates in float32 at half of that rate.
-        per_clock = {"sm_90": 4096, "sm_80": 2048, "sm_86": 1024, "sm_89": 1024}[row.architecture]
+        per_clock = {"sm_100": 8192, "sm_90": 4096, "sm_80": 2048, "sm_86": 1024, "sm_89": 1024}[row.architecture]
         clock = row.peak("bfloat16") / row.cores / (per_clock / 2 if "GeForce" in row.kind else per_clock)
         assert 1.3e9 < clock < 2.6e9
         assert row.clock_hz == pytest.approx(row.boost * clock, rel=0.01)
@@ -102,6 +109,10 @@ def test_a_row_is_found_by_its_name_and_describes_its_target():
     assert failures(check, EVERY, lambda row: row.kind) == []
 
 
+def test_a_word_of_one_name_is_that_chip_even_if_it_is_a_part_of_another():
+    assert [find(name).kind for name in ("b200", "gb200")] == ["NVIDIA B200", "NVIDIA GB200"]
+
+
 def test_an_unknown_name_is_answered_with_those_known():
     with pytest.raises(ValueError, match=r"no hardware 'H2OO'.*NVIDIA H200.*cpu"):
         find("H2OO")
@@ -127,7 +138,7 @@ def test_a_chip_without_a_row_borrows_the_figures_of_its_kin_under_its_own_name(
 
 UNKNOWN = [
     SimpleNamespace(platform="tpu", device_kind="TPU v3", core_count=1),
-    SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148),
+    SimpleNamespace(platform="gpu", device_kind="NVIDIA B300 SXM6 AC", compute_capability="10.3", core_count=148),
     SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5", core_count=40),
     SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0", core_count=170),
 ]
@@ -166,6 +177,35 @@ def test_doctor_says_why_xla_answers_on_an_unknown_chip(unknown):
     (finding,) = (finding for finding in examine(lambda: detect(unknown)) if finding.what == "hardware")
     assert finding.state == "note"
     assert re.search("TPU v3 .* is not in the table of chips.*all calls use XLA", finding.detail)
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [(MATMUL, MatmulProblem(4096, 4096, 4096)), (RAGGED_DOT, RaggedDotProblem(4096, 8, 4096, 4096))],
+    ids=["matmul", "ragged_dot"],
+)
+def test_on_blackwell_xla_answers_until_the_problem_is_tuned(operation, problem, tmp_path):
+    chip, kernel = find("B200"), operation.kernel("jax_blackwell")
+    options = dispatch.options(operation, target=chip.kind)
+    best = prune(kernel, problem, chip, CostModel(chip), keep=1).candidates()[0]
+    dispatch.reload()
+    assert dispatch.decide(operation, problem, "cuda", options).kernel is operation.library
+    searched = record_of(operation, problem, chip, library_s=1e-3)
+    fast = dataclasses.replace(searched.entries[0].measurement, median_s=1e-4, samples_s=(1e-4,) * 16)
+    winner = Entry(kernel.backend, kernel.version, best.schedule, fast, 1e-4)
+    with contextlib.closing(Store(tmp_path / "cache.db")) as store:
+        store.put(dataclasses.replace(searched, entries=(winner, *searched.entries)))
+    dispatch.reload()
+    decision = dispatch.decide(operation, problem, "cuda", options)
+    assert (decision.kernel, decision.schedule.tile_n) == (kernel, best.schedule["tile_n"])
+
+
+def test_doctor_says_on_blackwell_that_xla_answers_and_what_a_search_would_try():
+    (finding,) = (found for found in examine(lambda: find("B200")) if found.what == "Pallas kernels")
+    assert finding.state == "note"
+    assert re.search("none is verified on sm_100: XLA answers until the problem is tuned", finding.detail)
+    assert re.search(r"a search tries jax_blackwell \(2 operations\)", finding.detail)
+    assert not [found for found in examine(lambda: find("H200")) if found.what == "Pallas kernels"]
 
 
 def test_a_cpu_is_one_constant_row_whatever_it_is():
