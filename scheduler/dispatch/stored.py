@@ -66,9 +66,9 @@ def stored(
             say_once(f"{call_text}: the schedule in {source} is no longer valid: {found}")
             invalid_reason = invalid_reason or type(found)(f"the record in {source} is invalid: {found}")
         elif not record.estimated:
-            return found.backend, found.schedule, f"measured, from {source}"
+            return found.backend, found.schedule, f"{record.origin.rstrip(',')}, from {source}"
         elif estimated is None:
-            estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {source}"
+            estimated = found.backend, found.schedule, f"{record.origin} from {source}"
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
         from scheduler.prediction.between import RangeAnswer, between  # imported late, as few stores have ranges
 

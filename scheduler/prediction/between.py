@@ -40,6 +40,7 @@ class RangeAnswer:
       predicted_s, library_s: the times of the schedule and of the library in seconds, interpolated between both points.
       estimated: whether the record at either point is an estimate of the compiler (`Record.estimated`).
       untimed: why a schedule was selected that was timed at neither point; "" for all other schedules.
+      origin: how the times at the points were obtained (`Record.origin`).
     """
 
     range: Range
@@ -52,12 +53,12 @@ class RangeAnswer:
     library_s: float
     estimated: bool = False
     untimed: str = ""
+    origin: str = "measured"
 
     @property
     def reason(self) -> str:
         field, gain = self.range.field, self.library_s / self.predicted_s
-        how = "estimated by the compiler, not measured," if self.estimated else "measured"
-        at = f"{how} at {field}={self.low} and {field}={self.high}"
+        at = f"{self.origin} at {field}={self.low} and {field}={self.high}"
         faster = f", {gain:.2f}x the library's speed between them" if gain > 1 else ""
         said = f"{at}; {self.untimed}" if self.untimed else f"{at}{faster}"
         return f"the range {field}={self.range.low}..{self.range.high}: {said}"
@@ -207,7 +208,8 @@ def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -
     if best is None:
         return f"no schedule of {', '.join(sorted(question.allowed))} that ran at either point is legal here"
     gain += 0 if best.backend == library else TIE
-    estimated = low.record.estimated or high.record.estimated
+    weaker = max(low.record, high.record, key=lambda record: record.precedence)
+    made = functools.partial(RangeAnswer, of, *ends, estimated=weaker.estimated, origin=weaker.origin)
     base_s = math.exp((1 - share) * math.log(low.base_s) + share * math.log(high.base_s))
     model = predict(
         operation,
@@ -221,10 +223,8 @@ def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -
     if model.ranked and promised > gain - math.log(1 - MODEL_GAIN):
         version = operation.kernel(model.backend).version
         predicted_s = base_s / math.exp(promised)
-        return RangeAnswer(
-            of, *ends, model.backend, version, model.schedule, predicted_s, base_s, estimated, model.reason
-        )
-    return RangeAnswer(of, *ends, best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s, estimated)
+        return made(model.backend, version, model.schedule, predicted_s, base_s, untimed=model.reason)
+    return made(best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s)
 
 
 @dataclasses.dataclass(frozen=True)

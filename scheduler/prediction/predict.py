@@ -16,7 +16,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Entry, Record, Schedule, key_of, variant_of
 from scheduler.model.constants import MIN_RESIDUALS, ProblemPoint, calibrations, model_of, residuals_of
 from scheduler.model.cost import CostModel
-from scheduler.model.pruning import Pruned, counted, illegal, prune
+from scheduler.model.pruning import Pruned, counted, illegal, is_verified, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest, recheck
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -94,10 +94,11 @@ def choose(
         error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
-        at += ", estimated" if closest.neighbour.record.estimated else ""
+        record = closest.neighbour.record
+        at += ", estimated" if record.estimated else ", imported" if record.imported else ""
         words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
-        checked = here is not None and (needed or _verified(kernel, problem, hardware, closest.entry.schedule))
+        checked = here is not None and (needed or is_verified(kernel, problem, hardware, closest.entry.schedule))
         if not kernel.library and here is not None and checked and here <= closest.objection * pruned.predicted_s[0]:
             schedule, words = closest.entry.schedule, f" (with the schedule of {at})"
     elif not pruned.ranked:
@@ -177,12 +178,6 @@ def modelled_s(
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
     footprint = kernel.footprint(problem, one, hardware.target)
     return model.library_seconds(problem) if footprint is None else float(np.ravel(model.seconds(footprint))[0])
-
-
-def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:
-    """Returns whether a legal schedule is in the part of the space that was verified on this architecture."""
-    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
-    return bool(np.all(kernel.verified(problem, one, hardware.target)))
 
 
 # The minimum probability that a kernel is faster than the library, for it to be selected without measuring. At this
@@ -367,8 +362,7 @@ def _measured(
         library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
         library_s = library_s if library is None else library.measurement.median_s
         gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
-        origin = "estimated by the compiler, not measured," if record.estimated else "measured"
-        reason = f"{origin} on {record.environment.date[:10]}{gain}"
+        reason = f"{record.origin} on {record.environment.date[:10]}{gain}"
         return Answer(
             entry.backend, entry.schedule, ours_s, library_s, reason, source="record", estimated=record.estimated
         )

@@ -81,10 +81,10 @@ def row_of_record(record: Record) -> dict[str, Any]:
     }
 
 
-def was_measured(key: Key, line: str) -> bool:
-    """Whether a stored record is a measurement; False for a malformed record."""
+def has_precedence(key: Key, line: str, other: Record) -> bool:
+    """Whether the stored record of `key` has precedence over `other`; False for a malformed record."""
     try:
-        return not record_of_row(key, line).estimated
+        return record_of_row(key, line).precedence < other.precedence
     except ValueError:
         return False
 

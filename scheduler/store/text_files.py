@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -19,8 +20,12 @@ _RANGES = "ranges.json"
 
 
 def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
-    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order."""
-    lines = [codec.record_to_text(record) for record in sorted(records, key=_order)]
+    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order.
+
+    The text does not say which records were imported, because each store marks what it imports.
+    """
+    exported = (dataclasses.replace(record, imported=None) for record in sorted(records, key=_order))
+    lines = [codec.record_to_text(record) for record in exported]
     lines += sorted(map(range_to_text, ranges))
     return "".join(f"{line}\n" for line in lines)
 
