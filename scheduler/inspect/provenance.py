@@ -101,7 +101,8 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     """Yields lines on how the record was measured."""
     env = record.environment
     driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
-    yield f"{record.origin[0].upper()}{record.origin[1:]} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
+    made = f"{record.origin[0].upper()}{record.origin[1:]}"
+    yield f"{made} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
     versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
     lost = "" if trials_kept else ", their times not stored with the record"
     yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"

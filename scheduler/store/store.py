@@ -168,7 +168,8 @@ class Store:
             if held is not None and queries.has_precedence(record.key, held[0], record):
                 return False
         connection.execute(self._database.upsert(SCHEDULES, KEY), queries.row_of_record(record))
-        self._studies.finish(connection, record.key)
+        if record.imported is None:  # otherwise an interrupted search on this machine can still resume
+            self._studies.finish(connection, record.key)
         return True
 
     def finish(self, key: Key) -> None:

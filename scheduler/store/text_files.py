@@ -16,7 +16,7 @@ from scheduler.core.records import Calibration, Key, Record
 
 _ERRORS_SHOWN = 10
 _CONSTANTS = "constants.json"
-_RANGES = "ranges.json"
+RANGES = "ranges.json"
 
 
 def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
@@ -142,7 +142,7 @@ def read_ranges(directory: Path) -> list[Range]:
       StoreError: a file has invalid ranges, or two with the same problems and ends.
     """
     found: dict[tuple[str, ...], Range] = {}
-    for path in sorted(directory.glob(f"*/{_RANGES}")):
+    for path in sorted(directory.glob(f"*/{RANGES}")):
         try:
             items = ranges_from_text(read_text(path))
         except (OSError, ValueError) as error:
@@ -167,7 +167,7 @@ def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
     written = []
     for hardware in sorted({item.hardware for item in new.values()}):
         lines = [range_to_text(item) for _, item in sorted(kept.items()) if item.hardware == hardware]
-        path = directory / _slug(hardware) / _RANGES
+        path = directory / _slug(hardware) / RANGES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
