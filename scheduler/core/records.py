@@ -310,8 +310,7 @@ class Record:
       brief: the search was short and mainly tried the winners at the two neighbouring points of a range. Calls use the
         record, but it does not replace a full search.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
-      imported: the origin of a record that was not verified on this machine; otherwise None. The mark belongs to the
-        store: exported text omits it.
+      imported: its source if it was not verified on this machine, else None. Exported text omits it.
     """
 
     key: Key
@@ -341,7 +340,7 @@ class Record:
 
     @property
     def precedence(self) -> int:
-        """0 for a record measured here, 1 if imported, 2 for an estimate, 3 if imported. The lowest one is stored."""
+        """0 for a measured record, 1 if imported, 2 for an estimate, 3 if imported. The lowest is used and stored."""
         return 2 * self.estimated + (self.imported is not None)
 
     @property
@@ -383,16 +382,18 @@ class Keyed(Protocol):
     def key(self) -> Key: ...
     @property
     def estimated(self) -> bool: ...
+    @property
+    def precedence(self) -> int: ...
 
 
 K = TypeVar("K", bound=Keyed)
 
 
 def preferred(records: Iterable[K]) -> dict[Key, K]:
-    """Returns one record per key: the first measured one, or the first estimate if none was measured."""
+    """Returns one record per key: the first one of the lowest precedence (`Record.precedence`)."""
     found: dict[Key, K] = {}
     for record in records:
-        if record.key not in found or (found[record.key].estimated and not record.estimated):
+        if record.key not in found or record.precedence < found[record.key].precedence:
             found[record.key] = record
     return found
 

@@ -201,7 +201,7 @@ class Answer:
       source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
       faster: the probability that the best kernel is faster than the library, from the expected errors of both times;
         None if the problem was measured, or no kernel can be used.
-      estimated: whether the record, or the records at the points of the range, are estimates of the compiler.
+      precedence: the largest `Record.precedence` of the record, or of the records at the points of the range.
     """
 
     backend: str
@@ -213,7 +213,12 @@ class Answer:
     ranked: bool = True
     source: Literal["record", "range", "model"] = "model"
     faster: float | None = None
-    estimated: bool = False
+    precedence: int = 0
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the times are estimates of the compiler."""
+        return self.precedence >= 2
 
 
 def explain(
@@ -257,7 +262,7 @@ def predict(
 
     Args:
       backends: the kernels that may be selected; None allows all.
-      records: records of this operation on this chip; measurements take precedence over estimates.
+      records: records of this operation on this chip; the lowest `Record.precedence` comes first.
       shared_only: use no constants of this user, which other processes of a job may not have.
       sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
       fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
@@ -266,7 +271,7 @@ def predict(
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
     sure = MIN_GAIN_PROBABILITY if sure is None else sure
-    allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.estimated)
+    allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.precedence)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
     near = _nearest(operation, problem, records)
@@ -364,7 +369,7 @@ def _measured(
         gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
         reason = f"{record.origin} on {record.environment.date[:10]}{gain}"
         return Answer(
-            entry.backend, entry.schedule, ours_s, library_s, reason, source="record", estimated=record.estimated
+            entry.backend, entry.schedule, ours_s, library_s, reason, source="record", precedence=record.precedence
         )
     return None
 

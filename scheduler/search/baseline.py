@@ -119,13 +119,13 @@ def stale_reason(
     brief: bool = False,
 ) -> str | None:
     """Returns why a record does not satisfy the request, or None if it does."""
+    if record.imported is not None:
+        return "it was imported, and not verified here"
     entry = recheck(operation, problem, hardware, record, backends=backends)
     if isinstance(entry, str):
         return entry
     if entry.measurement.estimated and not hardware.abilities.estimates:
         return "it was estimated by the compiler, not measured"
-    if record.imported is not None:
-        return "it was imported, and not verified here"
     _, found = timing_conditions(problem, hardware, l2)
     if not entry.measurement.estimated and entry.measurement.l2 != found:
         return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
