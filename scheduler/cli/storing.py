@@ -97,8 +97,11 @@ def import_(
     if digest is not None:
         read.require_digest(digest)
     index = sources.index_of(read)
-    files = [read] if index is None else sources.read_indexed(source, _chosen(index, read.name, hardware), say)
-    records, ranges = sources.gathered(files)
+    if index is None:
+        records, ranges = sources.gathered([read])
+    else:
+        indexed = _chosen(index, read.name, hardware)
+        records, ranges = sources.gathered(sources.read_indexed(source, indexed, say), indexed)
     wanted = wanted_by([record.key for record in records], None, hardware)
     records = [record for record in records if wanted(record.key)]
     ranges = [one for one in ranges if wanted(Key(one.operation, one.hardware, one.problem))]

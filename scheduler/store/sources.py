@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,10 @@ def read(place: str, most: int = MOST_BYTES) -> Source:
     Raises:
       StoreError: it cannot be read, is larger, or is incomplete; the message has the reason.
     """
-    url = urllib.parse.urlsplit(place)
+    try:
+        url = urllib.parse.urlsplit(place)
+    except ValueError as error:
+        raise StoreError(f"{place} is not a URL: {error}") from error
     if url.scheme in ("http", "https"):
         return Source(_without_query(place), _downloaded(place, most))
     if "://" in place and url.scheme != "file":
@@ -153,6 +156,7 @@ def _downloaded(url: str, most: int) -> bytes:
                     raise StoreError(f"{shown}: the download did not end within {DOWNLOAD_S:g} s")
             length = response.headers.get("Content-Length")
     except urllib.error.HTTPError as error:
+        error.close()
         raise StoreError(f"{shown}: the server answered HTTP {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise StoreError(f"{shown} cannot be read: {error.reason}") from error
@@ -295,16 +299,26 @@ def read_indexed(place: str, files: Iterable[IndexedFile], progress: Callable[[s
     return found
 
 
-def gathered(sources: Sequence[Source]) -> tuple[list[Record], list[Range]]:
+def gathered(
+    sources: Sequence[Source], indexed: Collection[IndexedFile] | None = None
+) -> tuple[list[Record], list[Range]]:
     """Returns the records and ranges of several files.
 
+    Args:
+      sources: the files.
+      indexed: their entries in an index, or None without an index.
+
     Raises:
-      StoreError: a file is invalid, or two have a record of the same key.
+      StoreError: a file is invalid, has records of another chip than its index says, or two have the same key.
     """
+    chips = None if indexed is None else {file.hardware for file in indexed}
     records: dict[Key, Record] = {}
     ranges: list[Range] = []
     for source in sources:
         some, more = source.records()
+        found = {record.key.hardware for record in some} | {one.hardware for one in more}
+        if chips is not None and not found <= chips:
+            raise StoreError(f"{source.name} has records of {', '.join(sorted(found - chips))}, unlike its index says")
         for record in some:
             if (first := records.setdefault(record.key, record)) is not record:
                 assert first.imported is not None

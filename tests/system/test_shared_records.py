@@ -15,12 +15,13 @@ import pytest
 from operations import DoubleProblem
 from paced import PACED
 from typer.testing import CliRunner
-from values import KEY, record
+from values import ENVIRONMENT, KEY, record
 
 import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.hardware import CPU, find
+from scheduler.core.neighbours import Range
 from scheduler.core.records import Imported, Measurement, key_of
 from scheduler.dispatch import dispatch
 from scheduler.measure.runner import InProcess
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 H200 = find("NVIDIA H200")
 MARK = Imported("https://example.com/m.jsonl", "0" * 64)
 HERE = dataclasses.replace(KEY, hardware=CPU.id)
+RANGE = Range("matmul", CPU.id, '{"k":512,"n":256}', "m", 64, 256, (64, 256), ENVIRONMENT)
 
 
 def run(*arguments, status=0):
@@ -61,6 +63,7 @@ def hosted(tmp_path):
     directory.mkdir()
     other = dataclasses.replace(HERE, operation="softmax")
     text_files.add_records(directory, [record(HERE), record(other), record(KEY)])
+    text_files.add_ranges(directory, [RANGE])
     sources.write_index(directory)
     return directory
 
@@ -134,7 +137,8 @@ def test_a_file_with_another_digest_is_not_imported_and_both_digests_are_said(ho
 def test_an_index_imports_the_files_of_this_chip_alone_or_of_the_named_one(hosted, url, store):
     run("import", f"{url}/index.json")
     assert keys(store) == {HERE, dataclasses.replace(HERE, operation="softmax")}
-    assert len(Handler.asked) == 3
+    assert store.ranges.all() == [RANGE]
+    assert len(Handler.asked) == 4
     assert not any("nvidia" in path for path in Handler.asked)
     run("import", hosted / "index.json", "--hardware", "h200")
     assert KEY in keys(store)
@@ -148,12 +152,14 @@ def test_an_index_says_of_each_file_what_is_in_it(hosted):
     assert (index["format"], index["package"]) == (1, scheduler.__version__)
     assert [file["name"].partition("/")[2] for file in index["files"]] == [
         "matmul.jsonl",
+        "ranges.json",
         "softmax.jsonl",
         "matmul.jsonl",
     ]
     for file in index["files"]:
         assert file["sha256"] == hashlib.sha256((hosted / file["name"]).read_bytes()).hexdigest()
-        assert (file["records"], file["date"], file["jax"]) == (1, record().environment.date, ["0.11.2"])
+        assert (file["records"], file["ranges"]) == ((0, 1) if "ranges" in file["name"] else (1, 0))
+        assert (file["date"], file["jax"]) == (ENVIRONMENT.date, [ENVIRONMENT.jax])
     assert {file["hardware"] for file in index["files"]} == {CPU.id, H200.id}
 
 
@@ -177,6 +183,14 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(name, hosted, store
     index["files"][0]["name"] = name
     (hosted / "index.json").write_text(json.dumps(index))
     assert "must be a path below the index" in run("import", hosted / "index.json", status=1)[1]
+    assert keys(store) == set()
+
+
+@pytest.mark.one_jax
+def test_an_index_that_gives_a_file_to_another_chip_is_refused(hosted, store):
+    index = (hosted / "index.json").read_text()
+    (hosted / "index.json").write_text(index.replace(H200.id, CPU.id))
+    assert f"has records of {H200.id}, unlike its index says" in run("import", hosted / "index.json", status=1)[1]
     assert keys(store) == set()
 
 
