@@ -15,14 +15,14 @@ import pytest
 from operations import DoubleProblem
 from paced import PACED
 from typer.testing import CliRunner
-from values import ENVIRONMENT, KEY, record
+from values import ENVIRONMENT, KEY, record, trial
 
 import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.hardware import CPU, find
 from scheduler.core.neighbours import Range
-from scheduler.core.records import Imported, Measurement, key_of
+from scheduler.core.records import Failure, Imported, Measurement, key_of
 from scheduler.dispatch import dispatch
 from scheduler.measure.runner import InProcess
 from scheduler.prediction.predict import predict
@@ -322,6 +322,26 @@ def test_verify_times_an_imported_record_that_no_call_may_use_yet():
     assert (verdict.state, verdict.refreshed.imported) == ("holds", None)
     assert verdict.refreshed.winner.measurement.median_s == 1e-3
     assert recheck(PACED, DoubleProblem(n=8), CPU, verdict.refreshed) == verdict.refreshed.winner
+
+
+@pytest.mark.one_jax
+def test_an_imported_winner_with_wrong_results_here_is_not_in_the_record_that_verify_stores():
+    class Wrong(Told):
+        def confirm(self, task):
+            return Failure("verify", "1 of 8 is off") if dict(task.schedule) == WINNER else None
+
+    (verdict,) = reverify([imported_paced()], operation=PACED, runner=Wrong())
+    assert (verdict.state, verdict.refreshed.imported) == ("broken", None)
+    assert WINNER not in [dict(entry.schedule) for entry in verdict.refreshed.entries]
+
+
+@pytest.mark.one_jax
+def test_an_interrupted_search_resumes_after_an_import(store, hosted):
+    store.add_trial(HERE, trial(), ENVIRONMENT)
+    run("import", hosted / "index.json")
+    assert len(store.trials(HERE, ENVIRONMENT, unfinished=True)) == 1
+    store.put(record(HERE))
+    assert store.trials(HERE, ENVIRONMENT, unfinished=True) == []
 
 
 @pytest.mark.slow
