@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -53,6 +53,10 @@ lint: $(stamp)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Records of this JAX, which kernels may need: PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2
+check-records: $(stamp)
+	$(BIN)/tile-scheduler check-records records
 
 clean:
 	rm -rf $(VENV) build dist

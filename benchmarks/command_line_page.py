@@ -29,6 +29,7 @@ PAGES = {  # the page that explains a command
     "report": "report.md",
     "export": "cache.md",
     "import": "cache.md",
+    "check-records": "cache.md#sharing-records",
 }
 
 

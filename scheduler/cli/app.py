@@ -96,6 +96,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "import": storing.import_,
     "forget": storing.forget,
     "build-cache": storing.build_cache,
+    "check-records": storing.check_records,
     "doctor": inspecting.doctor,
 }
 for _name, _command in _COMMANDS.items():

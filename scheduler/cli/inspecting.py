@@ -170,7 +170,7 @@ def explain(
     key = key_of(op, problem, chip)
     from_stores = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in from_stores if record is not None]
-    found.sort(key=lambda each: each[1].estimated)  # calls prefer measured records
+    found.sort(key=lambda each: each[1].precedence)  # as calls do
     trials = [trial for _, (_, tried) in from_stores for trial in tried]
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
@@ -188,7 +188,8 @@ def explain(
         output(*account_parts(account, console_here().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None or model.source == "range":
         choice = choice_text(model.backend, model.schedule)
-        why = "only an estimate is stored"  # a measured range has priority over an estimated record
+        # A measured range has priority over such a record.
+        why = f"only {'an estimate' if record is None or record.estimated else 'an imported record'} is stored"
         if isinstance(held, str):
             why = held if record is None else f"the stored schedule is no longer valid ({held})"
         where = "From a range" if model.source == "range" else "Without a measurement"

@@ -13,7 +13,7 @@ from scheduler.core import codec
 from scheduler.core.neighbours import Range
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
 from scheduler.core.text import digits, ratio_text, seconds_text
-from scheduler.inspect.provenance import stale, stale_line
+from scheduler.inspect.provenance import stale, stale_line, unverified_line
 from scheduler.inspect.verdict import bases_of, compared, first_line, gain_text, order_note, standing
 from search_spaces import format_problem
 
@@ -59,6 +59,7 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "problem": codec.problem_to_json(record.key.problem),
         "hardware": record.key.hardware,
         "estimated": record.estimated,
+        "imported": dataclasses.asdict(record.imported) if record.imported else None,
         "stale": stale(record),
         "undecided": record.undecided,
         "winner": entry_json(record.winner, problem, hardware),
@@ -165,22 +166,22 @@ def _predicted_text(seconds: float, missing: bool) -> str:
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
-    """Yields records grouped by store, operation, chip, JAX version, and measured or estimated.
+    """Yields records grouped by store, operation, chip, JAX version, and origin.
 
     Groups are in the order of their first records.
     """
 
-    def place(row: tuple[str, Record]) -> tuple[str, str, str, str, bool]:
+    def place(row: tuple[str, Record]) -> tuple[str, str, str, str, str]:
         where, record = row
-        return where, record.key.operation, record.key.hardware, record.environment.jax, record.estimated
+        return where, record.key.operation, record.key.hardware, record.environment.jax, record.origin
 
-    by_group: dict[tuple[str, str, str, str, bool], list[Record]] = {}
+    by_group: dict[tuple[str, str, str, str, str], list[Record]] = {}
     for row in of:
         by_group.setdefault(place(row), []).append(row[1])
     groups = []
-    for (where, operation, hardware, jax, estimated), group in by_group.items():
+    for (where, operation, hardware, jax, origin), group in by_group.items():
         choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
-        origin = "estimated by the compiler, not measured," if estimated else "tuned"
+        origin = "tuned" if origin == "measured" else origin
         word = f"stale ({origin} with jax {jax})" if stale(group[0]) else f"{origin} with jax {jax}"
         heading = [f"{operation}, {hardware}, {where}: {word}", *choices.note]
         lines = [
@@ -196,6 +197,8 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     yield ""
     if any(stale(record) for _, record in of):
         yield stale_line()
+    if any(record.imported for _, record in of):
+        yield unverified_line()
     yield "vs XLA: XLA's time over the schedule's. tie: within 1 %. undecided: the run-off was inconclusive."
 
 

@@ -1,4 +1,4 @@
-"""Commands that move and delete records: `export`, `import`, `forget`, `build-cache`."""
+"""Commands that move, delete and check records: `export`, `import`, `forget`, `build-cache`, `check-records`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import typer
 from scheduler.cli.arguments import (
     Chips,
     file_errors,
+    hardware_here,
     problem_of,
     range_of,
     ranges_of,
     records_of,
+    require_directory,
     usage_errors,
     user_store,
     wanted_by,
 )
-from scheduler.cli.terminal import say
+from scheduler.cli.terminal import output, say
 from scheduler.core.errors import SchedulerError
-from scheduler.core.files import read_stream, read_text, replace_text
+from scheduler.core.files import read_stream, replace_text
+from scheduler.core.records import Key
 
 if TYPE_CHECKING:
+    from scheduler.store.sources import Index, IndexedFile
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
@@ -34,34 +38,100 @@ def export(
     ] = None,
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
     hardware: Chips = None,
+    index: Annotated[
+        bool,
+        typer.Option("--index", help="With a directory: also write its index.json, which import reads from a URL."),
+    ] = False,
 ) -> None:
-    """Write the user's own records as text, one JSON object per line; in a directory, a file per chip and operation."""
-    from scheduler.store import text_files
+    """Write the user's own records as text, one JSON object per line; in a directory, a file per chip and operation.
 
+    Imported records that were not verified here are included.
+    """
+    from scheduler.store import sources, text_files
+
+    if index and (file is None or file.is_file()):
+        raise typer.BadParameter("--index needs a directory")
     store = user_store()
     records, ranges = records_of(store, operation, hardware), ranges_of(store, operation, hardware)
+    if index and file is not None:
+        require_directory(file)
+    if unverified := sum(record.imported is not None for record in records):
+        say(f"{unverified} of {len(records)} records were imported, and not verified here")
     if file is None:
         sys.stdout.write(text_files.export_text(records, ranges))
     elif file.is_dir():
         for path in [*text_files.add_records(file, records), *text_files.add_ranges(file, ranges)]:
             say(f"wrote {path}")
+        if index:
+            say(f"wrote {sources.write_index(file)}")
     else:
         with file_errors(file):
             replace_text(file, text_files.export_text(records, ranges))
         say(f"wrote {_count_text(len(records), len(ranges))} to {file}")
 
 
-def import_(file: Annotated[Path, typer.Argument(help="A file that export wrote; - is standard input.")]) -> None:
-    """Import records into the user's own cache. They replace records of the same problems; all are imported or none."""
-    from scheduler.store import text_files
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(help="A file that export wrote, its URL, or an index.json, also by URL; - is standard input."),
+    ],
+    sha256: Annotated[str | None, typer.Option(help="The SHA-256 digest that the file or the index must have.")] = None,
+    hardware: Chips = None,
+) -> None:
+    """Import records into the user's own cache. They replace earlier imports of the same problems; all or none.
 
-    with file_errors(file):
-        content = read_stream(sys.stdin.buffer).decode("utf-8") if str(file) == "-" else read_text(file)
-    records, ranges = text_files.import_lines(content, source=str(file))
+    Records measured here are kept. Imported ones are marked until verify times them here, or a search measures their
+    problem. From an index, only the records of this machine's chip are imported, unless --hardware names others.
+    """
+    from scheduler.store import sources
+
+    with usage_errors():
+        digest = sources.parsed_digest(sha256) if sha256 is not None else None
     store = user_store()
+    store.require_writable()
+    if source == "-":
+        with file_errors(Path(source)):
+            read = sources.Source("standard input", read_stream(sys.stdin.buffer))
+    else:
+        read = sources.read(source)
+    if digest is not None:
+        read.require_digest(digest)
+    index = sources.index_of(read)
+    if index is None:
+        records, ranges = sources.gathered([read])
+    else:
+        indexed = _chosen(index, read.name, hardware)
+        records, ranges = sources.gathered(sources.read_indexed(source, indexed, say), indexed)
+    wanted = wanted_by([record.key for record in records], None, hardware)
+    records = [record for record in records if wanted(record.key)]
+    ranges = [one for one in ranges if wanted(Key(one.operation, one.hardware, one.problem))]
     left = store.put_all(records, ranges)
-    stays = f"; {len(left)} estimates are left out, because measured records exist" if left else ""
-    say(f"put {_count_text(len(records) - len(left), len(ranges))} into {store.location}{stays}")
+    stays = f"; {len(left)} are left out, because a measurement of the problem exists" if left else ""
+    count = len(records) - len(left)
+    say(f"put {_count_text(count, len(ranges))} into {store.location}{stays}")
+    if index is None and digest is None:
+        say(f"SHA-256 of {read.name}: {read.sha256}")
+    if count:
+        say("they are not verified here: tile-scheduler verify times them on this machine")
+
+
+def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
+    """Returns the files of an index for this machine's chip, or for the chips that `hardware` names.
+
+    Raises:
+      SchedulerError: there is none.
+    """
+    if hardware is None:
+        here = hardware_here(0).id
+        files = [file for file in index.files if file.hardware == here]
+    else:
+        here = hardware
+        wanted = wanted_by([Key("", file.hardware, "") for file in index.files], None, hardware)
+        files = [file for file in index.files if wanted(Key("", file.hardware, ""))]
+    if not files:
+        chips = ", ".join(sorted({file.hardware for file in index.files})) or "none"
+        raise SchedulerError(f"{name} has no records of {here}; --hardware selects one of its chips: {chips}")
+    return files
 
 
 def _count_text(records: int, ranges: int) -> str:
@@ -127,3 +197,32 @@ def build_cache(
     from scheduler.store.store import build_shipped
 
     say(f"wrote {build_shipped(records, cache)} records to {cache}")
+
+
+def check_records(
+    places: Annotated[
+        list[Path] | None, typer.Argument(help="Files that export wrote, or directories such as records/.")
+    ] = None,
+) -> None:
+    """Check records before they are shared, without a device: text, schedules, and measured against predicted times.
+
+    A record must be as export writes it, its schedules must be legal by the rules and versions of the installed
+    kernels, and no time may be below the hardware's limit or far from the cost model's prediction.
+    """
+    from scheduler.inspect import record_check
+
+    total, found = 0, 0
+    for place in places or [Path("records")]:
+        files = sorted(place.glob("*/*.jsonl")) if place.is_dir() else [place]
+        for file in files:
+            count, findings = record_check.check_file(file)
+            total, found = total + count, found + len(findings)
+            for finding in findings:
+                output(f"{file}, {finding}")
+        if place.is_dir() and not found:
+            record_check.check_directory(place)
+    if found:
+        raise SchedulerError(f"{found} of {total} records should not be shared")
+    if not total:
+        raise SchedulerError("no record was found")
+    say(f"{total} records pass: text, schedules, and measured against predicted times")

@@ -59,7 +59,7 @@ def verify(
     """Time stored winners again against their rivals, and report those that are no longer valid, with exit status 1.
 
     Rivals are the other schedules of the record, including XLA's, and the model's choice. Only records of a chip of
-    this host can be timed.
+    this host can be timed. The new times replace an imported record, which is then verified.
     """
     from scheduler.cli import search_report
     from scheduler.measure.runner import RunnerOptions
@@ -82,14 +82,14 @@ def verify(
     with usage_errors():
         wanted = field_texts(fields or [])
     user = user_store()
-    if update:
-        user.require_writable()
     store = shipped_store() if shipped else user
     stored = records_of(store, op.name if op else None, hardware) if store is not None else []
     records = [record for record in stored if has_fields(record, op, wanted)]
     if not records:
         raise SchedulerError(f"no such record is {'shipped' if shipped else f'in {user.location}'}")
-    verdicts = []
+    if update or any(record.imported for record in records):
+        user.require_writable()
+    verdicts, stored_count = [], 0
     for verdict in reverify(
         records,
         operation=op,
@@ -99,16 +99,16 @@ def verify(
     ):
         verdicts.append(verdict)
         say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
-        if update and verdict.refreshed is not None:
+        if verdict.refreshed is not None and (update or verdict.record.imported):
             user.put(verdict.refreshed)
+            stored_count += 1
     verdicts.sort(key=lambda verdict: records.index(verdict.record))
     if as_json:
         print_json([search_report.reverified_json(verdict) for verdict in verdicts])
     else:
         output(*search_report.reverified(verdicts, console_here().width))
-        if update:
-            renewed = sum(verdict.refreshed is not None for verdict in verdicts)
-            output(f"{renewed} records with today's times are stored in {user.location}")
+        if update or stored_count:
+            output(f"{stored_count} records with today's times are stored in {user.location}")
     lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
     if lost:
         raise SchedulerError(f"{lost} of {len(verdicts)} records are no longer valid; tune them again, or use --update")

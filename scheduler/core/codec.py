@@ -15,6 +15,7 @@ from scheduler.core.records import (
     Calibration,
     Entry,
     Failure,
+    Imported,
     Key,
     Measurement,
     Outcome,
@@ -234,7 +235,8 @@ def record_to_text(record: Record) -> str:
         )
         | ({"library": record.library} if record.library != LIBRARY else {})
         | ({"brief": True} if record.brief else {})
-        | _given(reference=record.reference),
+        | _given(reference=record.reference)
+        | ({"imported": vars(record.imported)} if record.imported else {}),
         _record,
     )
 
@@ -404,8 +406,8 @@ _ENTRIES = list_of(maker(Entry, {**BY_NAME, "measurement": _MEASUREMENT}, option
 _KEY = maker(Key, BY_NAME)
 _RECORD = maker(
     Record,
-    {**BY_NAME, "entries": _ENTRIES},
-    optional=("confidence", "excluded", "stopped", "failed", "library", "brief", "reference"),
+    {**BY_NAME, "entries": _ENTRIES, "imported": maker(Imported, BY_NAME)},
+    optional=("confidence", "excluded", "stopped", "failed", "library", "brief", "reference", "imported"),
 )
 _TRIAL = maker(Trial, BY_NAME, optional=("fingerprint",))
 _SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))

@@ -282,6 +282,14 @@ class Calibration:
 
 
 @dataclasses.dataclass(frozen=True)
+class Imported:
+    """The origin of an imported record: a file or URL without credentials, and its SHA-256 digest in hexadecimal."""
+
+    source: str
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     """The result of one search.
 
@@ -302,6 +310,7 @@ class Record:
       brief: the search was short and mainly tried the winners at the two neighbouring points of a range. Calls use the
         record, but it does not replace a full search.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
+      imported: its source if it was not verified on this machine, else None. Exported text omits it.
     """
 
     key: Key
@@ -318,6 +327,7 @@ class Record:
     library: str = LIBRARY
     brief: bool = False
     reference: str = ""
+    imported: Imported | None = None
 
     @property
     def winner(self) -> Entry:
@@ -327,6 +337,18 @@ class Record:
     def estimated(self) -> bool:
         """Whether the times are compiler estimates; measured records have priority over estimates."""
         return self.winner.measurement.estimated
+
+    @property
+    def precedence(self) -> int:
+        """0 for a measured record, 1 if imported, 2 for an estimate, 3 if imported. The lowest is used and stored."""
+        return 2 * self.estimated + (self.imported is not None)
+
+    @property
+    def origin(self) -> str:
+        """Describes how the times were obtained, before a date or a place."""
+        if self.estimated:
+            return "estimated by the compiler, not measured,"
+        return "measured" if self.imported is None else "measured elsewhere, not verified here,"
 
     @property
     def library_entry(self) -> Entry | None:
@@ -360,16 +382,18 @@ class Keyed(Protocol):
     def key(self) -> Key: ...
     @property
     def estimated(self) -> bool: ...
+    @property
+    def precedence(self) -> int: ...
 
 
 K = TypeVar("K", bound=Keyed)
 
 
 def preferred(records: Iterable[K]) -> dict[Key, K]:
-    """Returns one record per key: the first measured one, or the first estimate if none was measured."""
+    """Returns one record per key: the first one of the lowest precedence (`Record.precedence`)."""
     found: dict[Key, K] = {}
     for record in records:
-        if record.key not in found or (found[record.key].estimated and not record.estimated):
+        if record.key not in found or record.precedence < found[record.key].precedence:
             found[record.key] = record
     return found
 

@@ -43,7 +43,8 @@ def stored(
 ) -> tuple[str, Schedule, str] | str:
     """Returns the stored backend and schedule, with their origin.
 
-    Order of priority: a measured record of the problem, a measured range, an estimated record, an estimated range.
+    The lowest `Record.precedence` is used: measured before imported, imported before estimated. At the same precedence,
+    the user's record is used before a shipped one, and a record of the problem before a range.
 
     Args:
       cache: the stores.
@@ -52,40 +53,39 @@ def stored(
       hardware: the chip.
       backends: the allowed backends; None allows all.
       shared_only: whether to read only shipped records, which are the same in all processes.
-      estimates: whether estimated records may be used if there is no measured one.
+      estimates: whether estimated records may be used if there is no other one.
 
     Returns:
       Backend, schedule and origin. If nothing stored can be used, the reason, or "" if nothing is stored. The reason is
       a `Changed` if code was edited.
     """
     call_text, invalid_reason = f"{operation.name} {problem} on {hardware.kind}", ""
-    estimated: tuple[str, Schedule, str] | None = None
+    answers: list[tuple[int, tuple[str, Schedule, str]]] = []
     for source, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
             say_once(f"{call_text}: the schedule in {source} is no longer valid: {found}")
             invalid_reason = invalid_reason or type(found)(f"the record in {source} is invalid: {found}")
-        elif not record.estimated:
-            return found.backend, found.schedule, f"measured, from {source}"
-        elif estimated is None:
-            estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {source}"
+        elif estimates or not record.estimated:
+            reason = f"{record.origin.rstrip(',')}, from {source}"
+            answers.append((record.precedence, (found.backend, found.schedule, reason)))
+            if not record.precedence:
+                return answers[-1][1]
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
         from scheduler.prediction.between import RangeAnswer, between  # imported late, as few stores have ranges
 
         def points(key: Key) -> Iterator[Record]:
             found_records = [record for _, record in cache.find(key, shared_only=shared_only)]
-            return iter(sorted(found_records, key=lambda record: record.estimated))
+            return iter(sorted(found_records, key=lambda record: record.precedence))
 
         in_range = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
         if isinstance(in_range, RangeAnswer):
-            if not in_range.estimated or (estimates and estimated is None):
-                return in_range.backend, in_range.schedule, in_range.reason
+            if estimates or not in_range.estimated:
+                answers.append((in_range.precedence, (in_range.backend, in_range.schedule, in_range.reason)))
         elif in_range:
             say_once(f"{call_text}: {in_range}")
             invalid_reason = invalid_reason or in_range
-    if estimated is not None and estimates:
-        return estimated
-    return invalid_reason
+    return min(answers, key=lambda each: each[0])[1] if answers else invalid_reason
 
 
 def evidence(

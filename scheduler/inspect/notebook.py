@@ -43,6 +43,7 @@ def record_text(record: Record) -> str:
     """Returns one line each for the problem, the winner, the library, the confidence, and the origin of the record."""
     winner, library = record.winner, record.library_entry
     estimated = ", estimated and not measured" if record.estimated else ""
+    estimated += ", imported and not verified here" if record.imported else ""
     by = choice_text(winner.backend, winner.schedule)
     lines = [str(record.key), f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {by}"]
     if library is None:

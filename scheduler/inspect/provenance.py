@@ -89,17 +89,28 @@ def stale_line() -> str:
     )
 
 
+def unverified_line() -> str:
+    """Returns the note for an imported record."""
+    return (
+        "not verified here: a call uses the schedule only if its kernel is verified on this architecture; "
+        "`tile-scheduler verify` times the record on this machine"
+    )
+
+
 def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     """Yields lines on how the record was measured."""
     env = record.environment
     driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
-    tuned = "Estimated by the compiler, not measured," if record.estimated else "Measured"
-    yield f"{tuned} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
+    made = f"{record.origin[0].upper()}{record.origin[1:]}"
+    yield f"{made} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
     versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
     lost = "" if trials_kept else ", their times not stored with the record"
     yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
     if stale(record):
         yield stale_line()
+    if record.imported:
+        yield f"imported from {record.imported.source}, SHA-256 {record.imported.sha256}"
+        yield unverified_line()
 
 
 def unfinished_text(trials: Sequence[Trial]) -> str:

@@ -18,9 +18,11 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
 from scheduler.measure import buffers, timer
 from scheduler.measure.buffers import (
+    PLAUSIBLE_SHARE_OF_BOUND,
     Checks,
     Results,
     compiled_checks,
+    least_plausible_s,
     rotating_results,
     rotating_sets,
     timing_conditions,
@@ -28,7 +30,6 @@ from scheduler.measure.buffers import (
 from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.protocol import Step
 from scheduler.measure.verification import Rows, compared_elements, identical, start_comparison
-from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
 from search_spaces import checking
 from search_spaces.kernel import Kernel
@@ -38,8 +39,6 @@ from search_spaces.space import cdiv
 
 # A candidate this many times slower than the fastest one so far is timed with fewer repetitions.
 SLOW = 1.5
-# A time below this share of the lower bound is rejected. The margin allows for clocks above their rated boost.
-PLAUSIBLE_SHARE_OF_BOUND = 0.9
 # A time below the bound is measured again with this many times the repetitions.
 REPEATS_BELOW_BOUND = 3
 # A finalist is called this many times with other inputs, and each result is compared. This finds a candidate that is
@@ -104,10 +103,7 @@ class Bench:
         self._unfilled: Callable[[], None] | None = None  # fills `_draws` and `_sets`
         self._copy: buffers.Copy | None = None  # of a set; None if one set is timed, from a warm cache
         self._random = random.Random(seed)
-        # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
-        # there.
-        bounded = self._l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
-        self._min_plausible_s = PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
+        self._min_plausible_s = least_plausible_s(problem, hardware, self._l2)
         self._calls = 0
         self._results: collections.deque[tuple[int, Results]] = collections.deque()  # each with its variant
         self._candidates: dict[Point, Built] = {}

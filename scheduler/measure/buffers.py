@@ -15,6 +15,7 @@ import numpy as np
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Clock
 from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons
+from scheduler.model.cost import CostModel
 from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import checking
 from search_spaces.checking import program_of
@@ -22,6 +23,8 @@ from search_spaces.problem import SLAB, Problem, as_tuple, nbytes
 
 Copy = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 Poison = Callable[..., tuple[jax.Array, ...]]
+# A time below this share of the lower bound is rejected. The margin allows for clocks above their rated boost.
+PLAUSIBLE_SHARE_OF_BOUND = 0.9
 # Fills floating-point results in which NaN may be correct. Each dtype can represent this number.
 OTHER = -96.0
 
@@ -84,6 +87,15 @@ def timing_conditions(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> 
         hardware.abilities.clock,
         "cold" if l2 == "cold" and hardware.abilities.cold and exceeds else "warm",
     )
+
+
+def least_plausible_s(problem: Problem, hardware: Hardware, l2: L2) -> float:
+    """Returns a time in seconds that no measurement of `problem` can be below, or 0 if only a time of 0 is implausible.
+
+    The roofline time assumes operands in memory. Cached operands ("warm") may arrive faster.
+    """
+    bounded = l2 == "cold" and not hardware.extrapolated and problem.arithmetic in hardware.flops_per_s
+    return PLAUSIBLE_SHARE_OF_BOUND * CostModel(hardware).lower_bound(problem) if bounded else 0.0
 
 
 def rotating_sets(problem: Problem, hardware: Hardware) -> int:

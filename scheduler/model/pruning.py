@@ -263,6 +263,12 @@ def prune(
     return best(rank[alive[rank]], predicted, floor_s, onchip_bytes)
 
 
+def is_verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:
+    """Returns whether a legal schedule is in the part of the space that was verified on this architecture."""
+    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
+    return bool(np.all(kernel.verified(problem, one, hardware.target)))
+
+
 def counted(reasons: Mapping[str, int]) -> str:
     """Formats reasons with the number of schedules for each, in one line."""
     return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"

@@ -38,8 +38,8 @@ class RangeAnswer:
       low, high: the points around the problem's value.
       backend, version, schedule: the kernel and the schedule to run.
       predicted_s, library_s: the times of the schedule and of the library in seconds, interpolated between both points.
-      estimated: whether the record at either point is an estimate of the compiler (`Record.estimated`).
       untimed: why a schedule was selected that was timed at neither point; "" for all other schedules.
+      precedence, origin: the larger `Record.precedence` at both points, and the `Record.origin` of that record.
     """
 
     range: Range
@@ -50,14 +50,19 @@ class RangeAnswer:
     schedule: Schedule
     predicted_s: float
     library_s: float
-    estimated: bool = False
     untimed: str = ""
+    precedence: int = 0
+    origin: str = "measured"
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the times are estimates of the compiler."""
+        return self.precedence >= 2
 
     @property
     def reason(self) -> str:
         field, gain = self.range.field, self.library_s / self.predicted_s
-        how = "estimated by the compiler, not measured," if self.estimated else "measured"
-        at = f"{how} at {field}={self.low} and {field}={self.high}"
+        at = f"{self.origin} at {field}={self.low} and {field}={self.high}"
         faster = f", {gain:.2f}x the library's speed between them" if gain > 1 else ""
         said = f"{at}; {self.untimed}" if self.untimed else f"{at}{faster}"
         return f"the range {field}={self.range.low}..{self.range.high}: {said}"
@@ -114,21 +119,21 @@ def answer(
 ) -> Answer:
     """Selects the schedule of a call without a search: by its own record in `records`, by a range, or by the model.
 
-    An estimated own record has lower precedence than a range with measured points.
+    An own record is used before a range, unless its precedence is larger (`Record.precedence`).
 
     Raises:
       NoCandidate: as in `predict`.
     """
-    kept = sorted(records, key=lambda record: record.estimated)
+    kept = sorted(records, key=lambda record: record.precedence)
     found = predict(operation, problem, hardware, backends=backends, records=kept)
-    if found.source == "record" and not found.estimated:
+    if found.source == "record" and not found.precedence:
         return found
 
     def find(key: Key) -> list[Record]:
         return [record for record in kept if record.key == key]
 
     in_range = between(operation, problem, hardware, ranges, find, backends=backends)
-    if isinstance(in_range, str) or (found.estimated and in_range.estimated):
+    if isinstance(in_range, str) or (found.source == "record" and found.precedence <= in_range.precedence):
         return found
     return Answer(
         in_range.backend,
@@ -137,7 +142,7 @@ def answer(
         in_range.library_s,
         in_range.reason,
         source="range",
-        estimated=in_range.estimated,
+        precedence=in_range.precedence,
     )
 
 
@@ -207,7 +212,8 @@ def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -
     if best is None:
         return f"no schedule of {', '.join(sorted(question.allowed))} that ran at either point is legal here"
     gain += 0 if best.backend == library else TIE
-    estimated = low.record.estimated or high.record.estimated
+    weaker = max(low.record, high.record, key=lambda record: record.precedence)
+    made = functools.partial(RangeAnswer, of, *ends, precedence=weaker.precedence, origin=weaker.origin)
     base_s = math.exp((1 - share) * math.log(low.base_s) + share * math.log(high.base_s))
     model = predict(
         operation,
@@ -221,10 +227,8 @@ def _answer(question: _Question, of: Range, ends: tuple[int, int], find: Find) -
     if model.ranked and promised > gain - math.log(1 - MODEL_GAIN):
         version = operation.kernel(model.backend).version
         predicted_s = base_s / math.exp(promised)
-        return RangeAnswer(
-            of, *ends, model.backend, version, model.schedule, predicted_s, base_s, estimated, model.reason
-        )
-    return RangeAnswer(of, *ends, best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s, estimated)
+        return made(model.backend, version, model.schedule, predicted_s, base_s, untimed=model.reason)
+    return made(best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Entry, Record, Schedule, key_of, variant_of
 from scheduler.model.constants import MIN_RESIDUALS, ProblemPoint, calibrations, model_of, residuals_of
 from scheduler.model.cost import CostModel
-from scheduler.model.pruning import Pruned, counted, illegal, prune
+from scheduler.model.pruning import Pruned, counted, illegal, is_verified, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest, recheck
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -94,10 +94,11 @@ def choose(
         error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
-        at += ", estimated" if closest.neighbour.record.estimated else ""
+        record = closest.neighbour.record
+        at += ", estimated" if record.estimated else ", imported" if record.imported else ""
         words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
-        checked = here is not None and (needed or _verified(kernel, problem, hardware, closest.entry.schedule))
+        checked = here is not None and (needed or is_verified(kernel, problem, hardware, closest.entry.schedule))
         if not kernel.library and here is not None and checked and here <= closest.objection * pruned.predicted_s[0]:
             schedule, words = closest.entry.schedule, f" (with the schedule of {at})"
     elif not pruned.ranked:
@@ -179,12 +180,6 @@ def modelled_s(
     return model.library_seconds(problem) if footprint is None else float(np.ravel(model.seconds(footprint))[0])
 
 
-def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:
-    """Returns whether a legal schedule is in the part of the space that was verified on this architecture."""
-    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
-    return bool(np.all(kernel.verified(problem, one, hardware.target)))
-
-
 # The minimum probability that a kernel is faster than the library, for it to be selected without measuring. At this
 # value, the expected gain equals its standard deviation. From `benchmarks/no_search.py`, with no similar problem
 # measured.
@@ -206,7 +201,7 @@ class Answer:
       source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
       faster: the probability that the best kernel is faster than the library, from the expected errors of both times;
         None if the problem was measured, or no kernel can be used.
-      estimated: whether the record, or the records at the points of the range, are estimates of the compiler.
+      precedence: the largest `Record.precedence` of the record, or of the records at the points of the range.
     """
 
     backend: str
@@ -218,7 +213,12 @@ class Answer:
     ranked: bool = True
     source: Literal["record", "range", "model"] = "model"
     faster: float | None = None
-    estimated: bool = False
+    precedence: int = 0
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the times are estimates of the compiler."""
+        return self.precedence >= 2
 
 
 def explain(
@@ -262,7 +262,7 @@ def predict(
 
     Args:
       backends: the kernels that may be selected; None allows all.
-      records: records of this operation on this chip; measurements take precedence over estimates.
+      records: records of this operation on this chip; the lowest `Record.precedence` comes first.
       shared_only: use no constants of this user, which other processes of a job may not have.
       sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
       fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
@@ -271,7 +271,7 @@ def predict(
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
     sure = MIN_GAIN_PROBABILITY if sure is None else sure
-    allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.estimated)
+    allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.precedence)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
     near = _nearest(operation, problem, records)
@@ -367,10 +367,9 @@ def _measured(
         library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
         library_s = library_s if library is None else library.measurement.median_s
         gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
-        origin = "estimated by the compiler, not measured," if record.estimated else "measured"
-        reason = f"{origin} on {record.environment.date[:10]}{gain}"
+        reason = f"{record.origin} on {record.environment.date[:10]}{gain}"
         return Answer(
-            entry.backend, entry.schedule, ours_s, library_s, reason, source="record", estimated=record.estimated
+            entry.backend, entry.schedule, ours_s, library_s, reason, source="record", precedence=record.precedence
         )
     return None
 

@@ -13,7 +13,7 @@ from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Entry, Record
-from scheduler.model.pruning import illegal
+from scheduler.model.pruning import illegal, is_verified
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -155,6 +155,11 @@ def recheck(
     """Returns the entry of a stored record to use now, or the reason why the record is no longer valid.
 
     The reason is a `Changed` if code without its own version was edited. To find this out, the kernels are traced here.
+
+    An imported record (`Record.imported`) names a schedule that never ran on this machine, and its times are a claim of
+    its author. It is used under the condition for a schedule of the model: beside the library, only a kernel that this
+    package has verified on the architecture. Wrong results are thus as unlikely as without the record, and a false
+    claim costs time only. `verify` or a search, both of which check the results on the device, end this condition.
     """
     allowed = allowed_backends(operation, backends)
     for kernel in operation.kernels:
@@ -171,6 +176,8 @@ def recheck(
         return failed or f"none of {', '.join(sorted(allowed))} ran when it was measured"
     if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
         return reason
+    if reason := _unverified(operation, problem, hardware, record, entry, allowed):
+        return reason
     best = {one.backend: one for one in reversed(record.entries) if one.backend in allowed}
     edited = changed(
         operation,
@@ -181,3 +188,23 @@ def recheck(
         jax_version=record.environment.jax,
     )
     return edited or entry
+
+
+def _unverified(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    entry: Entry,
+    allowed: frozenset[str],
+) -> str | None:
+    """Returns why an imported record cannot be used before it is verified on this machine, or None."""
+    kernel = operation.kernel(entry.backend)
+    if record.imported is None or kernel.library or operation.library.backend not in allowed:
+        return None
+    if is_verified(kernel, problem, hardware, entry.schedule):
+        return None
+    return (
+        f"it was imported from {record.imported.source}, and {kernel.backend} is not verified on "
+        f"{hardware.architecture}: run tile-scheduler verify"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Key, Measurement, Record, Trial, key_of, point_of
+from scheduler.core.records import L2, Key, Measurement, Point, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
 from scheduler.prediction.between import Evidence, answer, merged, read
 from scheduler.prediction.transfer import recheck
@@ -99,6 +99,15 @@ def is_current(
     return "; ".join(failed) or record
 
 
+def imported_schedules(key: Key, store: TrialStore | None) -> list[Point]:
+    """Returns the schedules of the imported record of `key`, for a search to try first; empty if there is none."""
+    with contextlib.suppress(StoreError):  # the search issues the warning
+        record = None if store is None else store.get(key)
+        if record is not None and record.imported is not None:
+            return [point_of(entry.backend, entry.schedule) for entry in record.entries]
+    return []
+
+
 def stale_reason(
     operation: Operation[Any],
     problem: Problem,
@@ -110,6 +119,8 @@ def stale_reason(
     brief: bool = False,
 ) -> str | None:
     """Returns why a record does not satisfy the request, or None if it does."""
+    if record.imported is not None:
+        return "it was imported, and not verified here"
     entry = recheck(operation, problem, hardware, record, backends=backends)
     if isinstance(entry, str):
         return entry

@@ -92,7 +92,7 @@ def _weighed(
         return Missed(miss, operation, problem, reason="the chip is not in the table of chips")
 
     evidence = stored(operation, problem, hardware)
-    records = sorted(evidence.records, key=lambda record: record.estimated)
+    records = sorted(evidence.records, key=lambda record: record.precedence)
 
     def find(key: Key) -> list[Record]:
         return [record for record in records if record.key == key]

@@ -149,7 +149,8 @@ def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _Rec
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
         return VerifyResult(record, "broken", f"its problem is no longer valid for {operation.name}: {error}")
-    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, record), str):
+    own = dataclasses.replace(record, imported=None)  # verifies what may not be used before
+    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own), str):
         return VerifyResult(record, "broken", f"{reason}; tune it again")
     try:
         runner.capacity(operation, problem, record.winner.measurement.l2)
@@ -273,6 +274,7 @@ def _refreshed(
         environment=runner.environment,
         confidence=ended.verdict,
         reference=fingerprints.of_reference(operation, problem),
+        imported=None,
     )
 
 

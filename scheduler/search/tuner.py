@@ -39,7 +39,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
-from scheduler.search.baseline import is_current, refuse_to_replace_measured, stale_reason
+from scheduler.search.baseline import imported_schedules, is_current, refuse_to_replace_measured, stale_reason
 from scheduler.search.candidates import (
     Candidates,
     Recorded,
@@ -259,7 +259,7 @@ class _Tuning:
                 budget=self.budget,
                 known=known,
                 near=near,
-                first=first,
+                first=[*first, *imported_schedules(self.key, self.writer.store)],
             )
             of, environment, writer = self.candidates.of, self.runner.environment, self.writer
             self.trials = Trials(

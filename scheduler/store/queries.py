@@ -35,6 +35,11 @@ class Head:
     jax: str
     estimated: bool
 
+    @property
+    def precedence(self) -> int:
+        """As in `Record`, except that no column tells whether it was imported."""
+        return 2 * self.estimated
+
 
 _log = logging.getLogger("scheduler")
 _said: set[str] = set()
@@ -81,10 +86,10 @@ def row_of_record(record: Record) -> dict[str, Any]:
     }
 
 
-def was_measured(key: Key, line: str) -> bool:
-    """Whether a stored record is a measurement; False for a malformed record."""
+def has_precedence(key: Key, line: str, other: Record) -> bool:
+    """Whether the stored record of `key` has precedence over `other`; False for a malformed record."""
     try:
-        return not record_of_row(key, line).estimated
+        return record_of_row(key, line).precedence < other.precedence
     except ValueError:
         return False
 

@@ -138,19 +138,20 @@ class Store:
         """Stores `record`, replacing one of the same key, and marks its search as finished.
 
         Raises:
-          StoreError: it cannot be written, or it is an estimate that would replace a measured record.
+          StoreError: it cannot be written, or the stored record has precedence (`Record.precedence`).
         """
         with self._database.write() as connection:
             if not self._put(connection, record):
+                kind = "an estimate" if record.estimated else "an imported record"
                 raise StoreError(
-                    f"{self.location} has a measured record of {record.key}, which an estimate does not replace"
+                    f"{self.location} has a measured record of {record.key}, which {kind} does not replace"
                 )
 
     def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
         """Stores records as `put` does, and ranges, in one transaction.
 
         Returns:
-          the keys of the estimates that were skipped because a measured record is stored.
+          the keys of the records that were skipped because the stored one has precedence (`Record.precedence`).
 
         Raises:
           StoreError: they cannot be written; nothing was stored.
@@ -161,13 +162,14 @@ class Store:
         return left
 
     def _put(self, connection: sa.Connection, record: Record) -> bool:
-        """Stores a record and returns True, or False for an estimate of a measured record."""
-        if record.estimated:
+        """Stores a record and returns True, or False if the stored one has precedence."""
+        if record.precedence:
             held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
-            if held is not None and queries.was_measured(record.key, held[0]):
+            if held is not None and queries.has_precedence(record.key, held[0], record):
                 return False
         connection.execute(self._database.upsert(SCHEDULES, KEY), queries.row_of_record(record))
-        self._studies.finish(connection, record.key)
+        if record.imported is None:  # otherwise an interrupted search on this machine can still resume
+            self._studies.finish(connection, record.key)
         return True
 
     def finish(self, key: Key) -> None:

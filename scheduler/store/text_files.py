@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -15,12 +16,16 @@ from scheduler.core.records import Calibration, Key, Record
 
 _ERRORS_SHOWN = 10
 _CONSTANTS = "constants.json"
-_RANGES = "ranges.json"
+RANGES = "ranges.json"
 
 
 def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
-    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order."""
-    lines = [codec.record_to_text(record) for record in sorted(records, key=_order)]
+    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order.
+
+    The text does not say which records were imported, because each store marks what it imports.
+    """
+    exported = (dataclasses.replace(record, imported=None) for record in sorted(records, key=_order))
+    lines = [codec.record_to_text(record) for record in exported]
     lines += sorted(map(range_to_text, ranges))
     return "".join(f"{line}\n" for line in lines)
 
@@ -137,7 +142,7 @@ def read_ranges(directory: Path) -> list[Range]:
       StoreError: a file has invalid ranges, or two with the same problems and ends.
     """
     found: dict[tuple[str, ...], Range] = {}
-    for path in sorted(directory.glob(f"*/{_RANGES}")):
+    for path in sorted(directory.glob(f"*/{RANGES}")):
         try:
             items = ranges_from_text(read_text(path))
         except (OSError, ValueError) as error:
@@ -162,7 +167,7 @@ def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
     written = []
     for hardware in sorted({item.hardware for item in new.values()}):
         lines = [range_to_text(item) for _, item in sorted(kept.items()) if item.hardware == hardware]
-        path = directory / _slug(hardware) / _RANGES
+        path = directory / _slug(hardware) / RANGES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, "[\n" + ",\n".join(lines) + "\n]\n")

@@ -172,6 +172,8 @@ def _row(ident: str, details: RecordDetails) -> Element:
         extend(measured, [" ", element("span", "stale", class_="badge", title=f"with jax {record.environment.jax}")])
     if record.estimated:
         extend(measured, [" ", element("span", "estimated", class_="badge", title="by the compiler: nothing ran")])
+    if record.imported:
+        extend(measured, [" ", element("span", "imported", class_="badge", title="not verified on this machine")])
     return row
 
 
