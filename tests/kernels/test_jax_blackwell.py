@@ -18,7 +18,7 @@ import search_spaces
 from scheduler.core import hardware
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal, prune
-from search_spaces import jax_compat
+from search_spaces import Problem, jax_compat
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, JAX_VERSION, gpu_interpreter
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.blackwell import BlackwellSchedule
@@ -48,7 +48,7 @@ def lowering(kernel, problem, schedule):
     return lambda: traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize(("kernel", "problem"), PROBLEMS, ids=str)
+@pytest.mark.parametrize(("kernel", "problem"), PROBLEMS, ids=lambda x: str(x) if isinstance(x, Problem) else x.backend)
 def test_legal_schedules_are_lowered_and_ask_for_the_on_chip_memory_of_their_footprint(kernel, problem):
     pruned = prune(kernel, problem, B200, CostModel(B200))
     best, *others = pruned.candidates()
