@@ -37,7 +37,6 @@ def told(*arguments):
 
 
 @pytest.mark.parametrize("kind", ["A100", "NVIDIA A40", "NVIDIA L40S"])
-@pytest.mark.timeout(900)
 def test_drawn_schedules_that_the_model_calls_legal_spill_nothing_and_ask_for_what_it_predicts(kind):
     rows = told("drawn", kind)
     assert len(rows) == DRAWN
@@ -48,13 +47,11 @@ def test_drawn_schedules_that_the_model_calls_legal_spill_nothing_and_ask_for_wh
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.timeout(900)
 def test_the_ptx_computes_what_the_reference_does_without_a_race(name):
     (found,) = told("numbers", "A100", name)
     assert found == {"case": name, "spilled_bytes": 0}
 
 
-@pytest.mark.timeout(900)
 def test_the_ptx_of_fp8_computes_what_the_reference_does():
     (found,) = told("numbers", "NVIDIA L40S", FP8)
     assert found == {"case": FP8, "spilled_bytes": 0}

@@ -115,7 +115,6 @@ def _workers(parent):
     return [int(pid) for pid in found.split()]
 
 
-@pytest.mark.timeout(600)
 def test_a_search_that_is_killed_leaves_no_process_and_goes_on_where_it_was(tmp_path):
     cache = tmp_path / "cache.db"
     own = os.environ | {"TILE_SCHEDULER_CACHE": str(cache), "JAX_PLATFORMS": "cpu"}
