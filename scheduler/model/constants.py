@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.core.errors import StoreError
-from scheduler.core.hardware import Hardware
+from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import Calibration
 from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
 from scheduler.store import cache
@@ -255,14 +255,31 @@ def _say_once(message: str) -> None:
 
 
 def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
-    """Returns the stored calibrations for an operation on a chip, by backend. The user's own override the shipped."""
+    """Returns the stored calibrations for an operation on a chip, by backend. The user's own override the shipped.
+
+    A backend without a calibration on this chip has that of the most similar sibling (`hardware.siblings`). Efficiencies
+    are fractions of a chip's own figures, and fixed times are those of the same architecture, so they apply here, with the
+    additional uncertainty `BETWEEN_CHIPS`.
+    """
     from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
 
     own = ""
     if not shared_only:
         with contextlib.suppress(StoreError):  # reported once by the code that reads records
             own = store.default_url()
-    return _read(operation, hardware.id, own)
+    found: dict[str, Calibration] = {}
+    for chip in (hardware, *siblings(hardware)):
+        found = {**_read(operation, chip.id, own), **found}
+    return found
+
+
+# Standard deviation in log time that a sibling's calibration adds.
+BETWEEN_CHIPS = 0.03
+
+
+def sibling_of(calibration: Calibration | None, hardware: Hardware) -> str:
+    """Returns the kind of the sibling that a calibration is from; "" if it is from this chip, or None."""
+    return "" if calibration is None or calibration.hardware == hardware.id else calibration.hardware.partition(" (")[0]
 
 
 def known(calibration: Calibration) -> dict[str, float]:

@@ -14,7 +14,15 @@ from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Entry, Record, Schedule, key_of, variant_of
-from scheduler.model.constants import MIN_RESIDUALS, ProblemPoint, calibrations, model_of, residuals_of
+from scheduler.model.constants import (
+    BETWEEN_CHIPS,
+    MIN_RESIDUALS,
+    ProblemPoint,
+    calibrations,
+    model_of,
+    residuals_of,
+    sibling_of,
+)
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import Pruned, counted, illegal, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest, recheck
@@ -71,8 +79,8 @@ def choose(
     is set, any legal schedule may be selected.
 
     Args:
-      fitted: the calibrations from measurements on this chip, by backend.
-      near: similar problems with their records, nearest first.
+      fitted: the calibrations from measurements on this chip or a sibling, by backend.
+      near: similar problems with their records, on this chip or a sibling, nearest first.
       needed: allow an unverified schedule if there is no verified one.
     """
     model = model_of(operation, kernel, hardware, found=fitted)
@@ -85,16 +93,20 @@ def choose(
     error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
         deviation = math.hypot(deviation, model.library_spread(problem))
-    corrections = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
+    sibling = sibling_of(fitted.get(kernel.backend), hardware)
+    if sibling:
+        deviation = math.hypot(deviation, BETWEEN_CHIPS)
+    corrections = (_neighbour_correction(operation, kernel, neighbour, fitted) for neighbour in near)
     closest = next((one for one in corrections if one is not None), None)
     schedule: Schedule | None = None
-    near_by = words = ""
+    near_by, words = "", f" (from {sibling}, scaled)" if sibling else ""
     if closest is not None:
         # The remaining error there, which the fit does not explain, weighted by half for each doubling.
         error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
         at += ", estimated" if closest.neighbour.record.estimated else ""
+        at += f", from {closest.neighbour.hardware.kind}, scaled" if closest.neighbour.hardware != hardware else ""
         words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
         checked = here is not None and (needed or _verified(kernel, problem, hardware, closest.entry.schedule))
@@ -122,11 +134,13 @@ class _NeighbourCorrection:
 
 
 def _neighbour_correction(
-    kernel: Kernel[Any, Any], neighbour: Neighbour, hardware: Hardware, model: CostModel
+    operation: Operation[Any], kernel: Kernel[Any, Any], neighbour: Neighbour, fitted: Mapping[str, Calibration]
 ) -> _NeighbourCorrection | None:
-    entry = neighbour.best(kernel.backend)
+    """Returns the correction by a neighbour, against the model of the neighbour's chip; None if none applies."""
+    hardware, entry = neighbour.hardware, neighbour.best(kernel.backend)
     if entry is None or entry.version != kernel.version or kernel.supports(neighbour.problem, hardware.target):
         return None
+    model = model_of(operation, kernel, hardware, found=fitted)
     there = modelled_s(kernel, neighbour.problem, hardware, model, entry.schedule)
     if there is None:
         return None
@@ -262,10 +276,10 @@ def predict(
 
     Args:
       backends: the kernels that may be selected; None allows all.
-      records: records of this operation on this chip; measurements take precedence over estimates.
+      records: records of this operation on this chip or a sibling; measurements take precedence over estimates.
       shared_only: use no constants of this user, which other processes of a job may not have.
       sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
-      fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
+      fitted: the calibrations from measurements on this chip or a sibling, by backend; None loads the stored ones.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
@@ -274,7 +288,7 @@ def predict(
     allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.estimated)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
-    near = _nearest(operation, problem, records)
+    near = _nearest(operation, problem, hardware, records)
     library = operation.library
     # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
     evidence = ({}, ()) if library.loses_ties else (fitted, near)
@@ -335,14 +349,16 @@ def _probability_of_gain(library: Choice, found: Choice) -> float:
     return (1 + math.erf(gain / (deviation * math.sqrt(2)))) / 2
 
 
-def _nearest(operation: Operation[Any], problem: Problem, records: Sequence[Record]) -> list[Neighbour]:
+def _nearest(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, records: Sequence[Record]
+) -> list[Neighbour]:
     """Returns the nearest measured problems, or the nearest estimated ones if none was measured.
 
     Estimates would correct the model towards themselves.
     """
     for estimated in (False, True):
         same_kind = [record for record in records if record.estimated is estimated]
-        if near := nearest(operation, problem, same_kind, within=TELLING):
+        if near := nearest(operation, problem, hardware, same_kind, within=TELLING):
             return near
     return []
 
