@@ -199,10 +199,41 @@ def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sc
     return bool(np.all(kernel.verified(problem, one, hardware.target)))
 
 
-# The minimum probability that a kernel is faster than the library, for it to be selected without measuring. At this
-# value, the expected gain equals its standard deviation. From `benchmarks/no_search.py`, with no similar problem
-# measured.
-MIN_GAIN_PROBABILITY = 0.84
+# A kernel is selected without measuring if its expected loss is at most this share of its expected gain, both against
+# the library that would run otherwise. It is the largest share at which problems that were left out of the fit lose at
+# most 2 %, with one exception (`benchmarks/no_search.py`, docs/experiments.md).
+LOSS_PER_GAIN = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Prospect:
+    """The gain of one choice over another: a normal distribution in log time, errors of both being independent.
+
+    Attributes:
+      mean, deviation: of the gain.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, other: Choice, choice: Choice) -> Prospect:
+        mean = math.log(other.predicted_s / choice.predicted_s)
+        return cls(mean, math.hypot(other.deviation, choice.deviation))
+
+    @property
+    def probability(self) -> float:
+        """The probability of a gain."""
+        return (1 + math.erf(self.mean / (self.deviation * math.sqrt(2)))) / 2
+
+    @property
+    def loss_per_gain(self) -> float:
+        """The expected loss over the expected gain: ``E[max(-x, 0)] / E[max(x, 0)]``."""
+        z = self.mean / self.deviation
+        density = math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+        loss = max(density - z * (1 - self.probability), 0.0)
+        gain = max(density + z * self.probability, 0.0)
+        return loss / gain if gain else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,12 +244,14 @@ class Answer:
       backend, schedule: the kernel and the schedule to run.
       predicted_s: the predicted time of the schedule, in seconds; the measured time if it is known.
       library_s: the same for the library kernel, in seconds.
+      otherwise, otherwise_s: the library that would run instead, XLA or the vendor's if it is predicted to be faster,
+        and its time in seconds; "" if the problem was measured.
       reason: why this schedule was selected, as text.
       neighbour: the similar problem with the record that corrects the model; "" if there was none.
       ranked: False if the kernel declares no footprint. Its time is then unknown, and `predicted_s` is the library's
         time.
       source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
-      faster: the probability that the best kernel is faster than the library, from the expected errors of both times;
+      faster: the probability that the best kernel is faster than `otherwise`, from the expected errors of both times;
         None if the problem was measured, or no kernel can be used.
       estimated: whether the record, or the records at the points of the range, are estimates of the compiler.
     """
@@ -233,6 +266,8 @@ class Answer:
     source: Literal["record", "range", "model"] = "model"
     faster: float | None = None
     estimated: bool = False
+    otherwise: str = ""
+    otherwise_s: float = math.nan
 
 
 def explain(
@@ -258,17 +293,18 @@ def predict(
     backends: frozenset[str] | None = None,
     records: Iterable[Record] = (),
     shared_only: bool = False,
-    sure: float | None = None,
+    loss_per_gain: float | None = None,
     fitted: Mapping[str, Calibration] | None = None,
 ) -> Answer:
     """Selects a schedule without measuring, among the schedules that were verified on the architecture.
 
     If one of `records` is of this problem and still valid, it is selected, as in a call.
 
-    A kernel that competes with the library must have been verified on this architecture. It must be faster with a
-    probability of at least `MIN_GAIN_PROBABILITY`, given the errors of the model on measured problems. If `backends`
-    excludes the library, the best prediction is selected; a kernel without a verified schedule may then use an
-    unverified one.
+    A kernel that competes with the library must have been verified on this architecture. The library that would run
+    otherwise is XLA, or the vendor's if it is allowed and predicted to be faster. A kernel is selected if its expected
+    loss against that library is at most `LOSS_PER_GAIN` of its expected gain, given the errors of the model on measured
+    problems. If `backends` excludes XLA, the best prediction is selected; a kernel without a verified schedule may then
+    use an unverified one.
 
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
     constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that
@@ -278,13 +314,13 @@ def predict(
       backends: the kernels that may be selected; None allows all.
       records: records of this operation on this chip or a sibling; measurements take precedence over estimates.
       shared_only: use no constants of this user, which other processes of a job may not have.
-      sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
+      loss_per_gain: the maximum ratio, in place of `LOSS_PER_GAIN`; 1 needs no more than an expected gain.
       fitted: the calibrations from measurements on this chip or a sibling, by backend; None loads the stored ones.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
-    sure = MIN_GAIN_PROBABILITY if sure is None else sure
+    most = LOSS_PER_GAIN if loss_per_gain is None else loss_per_gain
     allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.estimated)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
@@ -297,6 +333,7 @@ def predict(
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
         return measured
+    vendors: list[Choice] = []
     found: Choice | None = None
     refused: dict[str, str] = {}
     unsupported: dict[str, str] = {}  # reported only if no kernel was refused for another reason
@@ -312,41 +349,54 @@ def predict(
             choice = choose(operation, kernel, problem, hardware, fitted, near, needed=needed)
             if isinstance(choice, str):
                 refused[kernel.backend] = choice
+            elif kernel.vendor and not needed:
+                vendors.append(choice)
             elif found is None or choice.predicted_s < found.predicted_s:
                 found = choice
-    if found is None:
+    otherwise = min((best, *vendors), key=lambda choice: choice.predicted_s)
+    if found is None and otherwise is best:
         why = _words(refused or unsupported)
         if library.backend not in allowed:
             raise NoCandidate(f"no kernel of {operation.name} supports {problem} on {hardware.kind}: {why}")
         reason = why or "the library is the only kernel"
-        return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour)
-    gain, faster = library_s / found.predicted_s, _probability_of_gain(best, found)
-    if library.backend in allowed and faster < sure:
-        reason = f"the model expects a gain over the library with probability {faster:.0%}, below {sure:.0%}"
-        return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour, faster=faster)
-    reason = "the top prediction"
-    if library.backend in allowed:
-        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with probability {faster:.0%}"
+        return Answer(
+            library.backend,
+            {},
+            library_s,
+            library_s,
+            reason,
+            best.neighbour,
+            otherwise=best.backend,
+            otherwise_s=library_s,
+        )
+    prospect = None if found is None else Prospect.of(otherwise, found)
+    name = "the library" if otherwise is best else otherwise.backend
+    selected = found
+    if library.backend not in allowed:
+        reason = "the top prediction"
+    elif found is not None and prospect is not None and prospect.loss_per_gain <= most:
+        reason = f"the model expects {math.exp(prospect.mean):.2f}x the speed of {name}"
+        reason += f", and a gain with probability {prospect.probability:.0%}"
+    else:
+        selected, reason = otherwise, f"the model expects no kernel to be faster than {name}"
+        if prospect is not None:
+            reason = f"the model expects a gain over {name} with probability {prospect.probability:.0%}, and a loss of "
+            reason += f"{prospect.loss_per_gain:.2f} of the gain, above {most:.2f}"
+        if otherwise is not best:
+            reason = f"{library_s / otherwise.predicted_s:.2f}x the library's speed; {reason}"
+    assert selected is not None, "with the library excluded, there was a kernel"
     return Answer(
-        backend=found.backend,
-        schedule=found.schedule,
-        predicted_s=found.predicted_s,
+        backend=selected.backend,
+        schedule={} if selected is best else selected.schedule,
+        predicted_s=selected.predicted_s,
         library_s=library_s,
-        reason=f"{reason}{found.words}",
-        neighbour=found.neighbour,
-        ranked=found.ranked,
-        faster=faster,
+        reason=f"{reason}{selected.words}",
+        neighbour=selected.neighbour,
+        ranked=selected.ranked,
+        faster=None if prospect is None else prospect.probability,
+        otherwise=otherwise.backend,
+        otherwise_s=otherwise.predicted_s,
     )
-
-
-def _probability_of_gain(library: Choice, found: Choice) -> float:
-    """Returns the probability that the library takes longer.
-
-    Errors of log time are assumed normal, and independent between the two.
-    """
-    gain = math.log(library.predicted_s / found.predicted_s)
-    deviation = math.hypot(library.deviation, found.deviation)
-    return (1 + math.erf(gain / (deviation * math.sqrt(2)))) / 2
 
 
 def _nearest(
