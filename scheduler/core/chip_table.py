@@ -216,9 +216,9 @@ GPUS: tuple[Hardware, ...] = (
         names=("H200",),
     ),
     dataclasses.replace(_H100, names=("H100",)),
-    # NVIDIA H100 datasheet (2023), PCIe: 114 cores, HBM2e. NVL: HBM3, per GPU; 94 GB. Each row's peak follows from 4,096
-    # bfloat16 operations per core and clock at 1.62 and 1.545 GHz, the clocks that 350 W and 400 W allow. Maximum
-    # clocks: NVIDIA H100 PCIe and H100 NVL product briefs. The L2 rates are those of the maximum clock, as above.
+    # NVIDIA H100 datasheet (2023), PCIe: 114 cores, HBM2e; NVL: one GPU, 94 GB of HBM3. The peaks imply 1.62 and 1.545
+    # GHz at 4,096 bfloat16 operations per core and clock. Maximum clocks: NVIDIA's product briefs of both cards. The L2
+    # rates are those of the maximum clock.
     dataclasses.replace(
         _H100,
         kind="NVIDIA H100 PCIe",

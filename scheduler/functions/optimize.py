@@ -238,7 +238,9 @@ class Optimized:
         target, plan = calls.target.value, planned.in_force()
         loss_per_gain = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
-            dispatch.options(operation, on_miss=self._on_miss, backends=named, target=target, plan=plan, loss_per_gain=loss_per_gain)
+            dispatch.options(
+                operation, on_miss=self._on_miss, backends=named, target=target, plan=plan, loss_per_gain=loss_per_gain
+            )
             for operation, named in zip(self._operations, self._named, strict=True)
         )
 

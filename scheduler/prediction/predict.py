@@ -254,6 +254,7 @@ class Answer:
       faster: the probability that the best kernel is faster than `otherwise`, from the expected errors of both times;
         None if the problem was measured, or no kernel can be used.
       estimated: whether the record, or the records at the points of the range, are estimates of the compiler.
+      loss_per_gain: the expected loss of the best kernel over its expected gain; None like `faster`.
     """
 
     backend: str
@@ -268,6 +269,7 @@ class Answer:
     estimated: bool = False
     otherwise: str = ""
     otherwise_s: float = math.nan
+    loss_per_gain: float | None = None
 
 
 def explain(
@@ -394,6 +396,7 @@ def predict(
         neighbour=selected.neighbour,
         ranked=selected.ranked,
         faster=None if prospect is None else prospect.probability,
+        loss_per_gain=None if prospect is None else prospect.loss_per_gain,
         otherwise=otherwise.backend,
         otherwise_s=otherwise.predicted_s,
     )

@@ -1,6 +1,5 @@
 """Calibrating the model: a chip's scale is found again, outliers are not, and recorded shapes are ranked without it."""
 
-import dataclasses
 import functools
 import gzip
 import json
@@ -66,10 +65,10 @@ def exact(shape, constants=TRUE):
     problem = MatmulProblem(*shape)
     points, _ = KERNEL.space(problem, H200.target).legal()
     seconds = CostModel(H200, constants).seconds(KERNEL.footprint(problem, points, H200.target))
-    return timed(problem, points, seconds)
+    return seen_at(problem, points, seconds)
 
 
-def timed(problem, points, seconds):
+def seen_at(problem, points, seconds):
     return Observed(problem, points, seconds, errors=fast_errors(KERNEL, H200, problem, points, seconds))
 
 
@@ -79,7 +78,7 @@ SHAPES = ((4096, 4096, 4096), (128, 8192, 8192), (1024, 1024, 2048), (16, 8192, 
 def slower(shape, times):
     """A sweep of a chip on which everything takes so many times as long as the model says."""
     seen = exact(shape, Constants())
-    return timed(seen.problem, seen.schedules, seen.seconds * times)
+    return seen_at(seen.problem, seen.schedules, seen.seconds * times)
 
 
 def test_a_chip_that_is_slower_throughout_is_told_by_its_scale():
@@ -89,7 +88,7 @@ def test_a_chip_that_is_slower_throughout_is_told_by_its_scale():
 def test_one_time_in_twenty_that_is_three_times_too_long_changes_nothing():
     draw = np.random.default_rng(0)
     spoilt = [
-        timed(seen.problem, seen.schedules, seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
+        seen_at(seen.problem, seen.schedules, seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
         for seen in (slower(shape, 1.3) for shape in SHAPES)
     ]
     assert scale(H200, spoilt) == pytest.approx(1.3)
