@@ -196,7 +196,7 @@ def judge(
             "best_us": microseconds(min(one.times.values())),
             "faster": answer.faster,
             "loss_per_gain": None if answer.backend == answer.otherwise else answer.loss_per_gain,
-            "expected_gain": answer.otherwise_s / answer.predicted_s,
+            "expected_gain": None if answer.otherwise_s is None else answer.otherwise_s / answer.predicted_s,
         }
         for label, each in {"kernel": chosen, "otherwise": otherwise}.items():
             row |= {

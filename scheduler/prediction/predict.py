@@ -245,7 +245,7 @@ class Answer:
       predicted_s: the predicted time of the schedule, in seconds; the measured time if it is known.
       library_s: the same for the library kernel, in seconds.
       otherwise, otherwise_s: the library that would run instead, XLA or the vendor's if it is predicted to be faster,
-        and its time in seconds; "" if the problem was measured.
+        and its time in seconds; "" and None if the problem was measured.
       reason: why this schedule was selected, as text.
       neighbour: the similar problem with the record that corrects the model; "" if there was none.
       ranked: False if the kernel declares no footprint. Its time is then unknown, and `predicted_s` is the library's
@@ -268,7 +268,7 @@ class Answer:
     faster: float | None = None
     estimated: bool = False
     otherwise: str = ""
-    otherwise_s: float = math.nan
+    otherwise_s: float | None = None
     loss_per_gain: float | None = None
 
 
