@@ -200,8 +200,8 @@ def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sc
 
 
 # A kernel is selected without measuring if its expected loss is at most this share of its expected gain, both against
-# the library that would run otherwise. It is the largest share at which problems that were left out of the fit lose at
-# most 2 %, with one exception (`benchmarks/no_search.py`, docs/experiments.md).
+# the library that would run otherwise. It is the largest share at which the worst 2 % of the problems, left out of the
+# fit, lose at most 2 % in the mean (`benchmarks/no_search.py`, docs/experiments.md).
 LOSS_PER_GAIN = 0.15
 
 
