@@ -230,13 +230,48 @@ _B200 = dataclasses.replace(
 
 GPUS: tuple[Hardware, ...] = (
     # NVIDIA H200 datasheet: the H100's processor with 141 GB at 4.8 TB/s.
-    dataclasses.replace(_H100, kind="NVIDIA H200", memory_bytes=140 * GIB, hbm_bytes_per_s=4.8e12, l2_bytes=60 * MB),
-    _H100,
-    _B200,
+    dataclasses.replace(
+        _H100,
+        kind="NVIDIA H200",
+        memory_bytes=140 * GIB,
+        hbm_bytes_per_s=4.8e12,
+        l2_bytes=60 * MB,
+        names=("H200",),
+    ),
+    dataclasses.replace(_H100, names=("H100",)),
+    # NVIDIA H100 datasheet (2023), PCIe: 114 cores, HBM2e; NVL: one GPU, 94 GB of HBM3. The peaks imply 1.62 and 1.545
+    # GHz at 4,096 bfloat16 operations per core and clock. Maximum clocks: NVIDIA's product briefs of both cards. The L2
+    # rates are those of the maximum clock.
+    dataclasses.replace(
+        _H100,
+        kind="NVIDIA H100 PCIe",
+        cores=114,
+        flops_per_s=peaks(half=756.4e12, tf32=378.2e12, fp32=51.2e12, int8=1512.9e12, fp8=1512.9e12),
+        hbm_bytes_per_s=2.039e12,
+        l2_bytes_per_s=114 * 64 * 1.755e9,
+        clock_hz=1.755e9,
+        boost=1.755 / 1.62,
+    ),
+    dataclasses.replace(
+        _H100,
+        kind="NVIDIA H100 NVL",
+        memory_bytes=94 * GIB,
+        flops_per_s=peaks(half=835.5e12, tf32=417.7e12, fp32=60e12, int8=1670.5e12, fp8=1670.5e12),
+        hbm_bytes_per_s=3.938e12,
+        l2_bytes_per_s=132 * 64 * 1.785e9,
+        clock_hz=1.785e9,
+        boost=1.785 / 1.545,
+    ),
+    # NVIDIA GH200 Grace Hopper Superchip datasheet (2023): the H100's processor; 96 GB of HBM3 at 4 TB/s, or 144 GB of
+    # HBM3e at 4.9 TB/s. Their drivers' names are those of nvidia-smi.
+    dataclasses.replace(_H100, kind="NVIDIA GH200 480GB", memory_bytes=96 * GIB, hbm_bytes_per_s=4.0e12),
+    dataclasses.replace(_H100, kind="NVIDIA GH200 144G HBM3e", memory_bytes=144 * GIB, hbm_bytes_per_s=4.9e12),
+    dataclasses.replace(_B200, names=("B200",)),
     # The same sources: rates of GB200 NVL72 over its 72 GPUs; XLA's gb200.txtpb (datasheet: 8 TB/s).
     dataclasses.replace(
-        _B200,
+        dataclasses.replace(_B200, names=("B200",)),
         kind="NVIDIA GB200",
+        names=("GB200",),
         cores=152,
         memory_bytes=184 * GIB,
         flops_per_s=peaks(half=2.5e15, tf32=1.25e15, fp32=80e12, int8=5e15, fp8=5e15),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ from search_spaces.target import Target
 
 __all__ = [
     "CHIPS", "CPU", "GIB", "KIB", "MB", "TABLE", "Abilities", "Hardware",
-    "describe", "detect", "find", "identified", "named", "swept", "target_of", "unknown_chip",
+    "describe", "detect", "find", "identified", "named", "siblings", "swept", "target_of", "unknown_chip",
 ]  # fmt: skip
 
 TABLE: tuple[Hardware, ...] = (*GPUS, *TPUS)
@@ -29,14 +30,14 @@ CHIPS = (*TABLE, CPU)
 def find(kind: str) -> Hardware:
     """Returns the row of a chip by its driver's name, another name, or a part of one: "NVIDIA H200", "h200", "v6e".
 
+    A whole name takes precedence over a part of one: "H200" is not a GH200.
+
     Raises:
       ValueError: no row matches, or several do; the message lists the candidates.
     """
     rows = {row.kind: row for row in CHIPS}
-    found = [kind] if kind in rows else [row.kind for row in CHIPS if named(kind, (row.kind, *row.names))]
-    if len(found) > 1:  # "B200" is a word of one name, and a part of GB200
-        whole = [name for name in found if kind.lower() in name.lower().split()]
-        found = whole if len(whole) == 1 else found
+    exact = [row.kind for row in CHIPS if kind.lower() in (name.lower() for name in (row.kind, *row.names))]
+    found = exact or [row.kind for row in CHIPS if named(kind, (row.kind, *row.names))]
     if len(found) == 1:
         return rows[found[0]]
     if found:
@@ -47,6 +48,26 @@ def find(kind: str) -> Hardware:
 def identified(identity: str) -> Hardware | None:
     """Returns the row with this `Hardware.id`, which record keys contain, or None."""
     return next((row for row in CHIPS if row.id == identity), None)
+
+
+def siblings(hardware: Hardware) -> list[Hardware]:
+    """Returns the other chips of the same architecture, the most similar first.
+
+    The similarity compares cores, peak arithmetic, bandwidth and capacity of the last-level cache, as logarithms of
+    ratios.
+    """
+
+    def figures(row: Hardware) -> tuple[float, ...]:
+        return row.cores, row.peak("bfloat16"), row.hbm_bytes_per_s, row.l2_bytes
+
+    def difference(row: Hardware) -> float:
+        # A chip without a last-level cache has 0 bytes of it.
+        pairs = zip(figures(row), figures(hardware), strict=True)
+        return sum(abs(math.log(max(there, 1) / max(here, 1))) for there, here in pairs)
+
+    same = (hardware.platform, hardware.architecture)
+    rows = [row for row in TABLE if (row.platform, row.architecture) == same and row.id != hardware.id]
+    return sorted(rows, key=difference)
 
 
 def named(text: str, kinds: Iterable[str]) -> list[str]:

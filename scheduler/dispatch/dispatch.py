@@ -66,7 +66,8 @@ class Options:
       target: the driver's name of the chip to select for; "" means the chip that runs the call.
       plan: the plan that replaces stores and model, or None.
       generation: incremented when decisions are dropped, so that JAX traces and lowers again.
-      sure: minimum probability of a gain for the model to select a kernel; None means the model's default.
+      loss_per_gain: maximum ratio of expected loss to expected gain for the model to select a kernel; None means the
+        model's default.
       divided: whether the call is one device's shard, lowered while XLA compiles. Nothing can be measured then.
       excluded: the backends that the rules of an operation without kernels may not call; None follows `backends`.
     """
@@ -77,7 +78,7 @@ class Options:
     target: str = ""
     plan: InForce | None = None
     generation: int = 0
-    sure: float | None = None
+    loss_per_gain: float | None = None
     divided: bool = False
     excluded: frozenset[str] | None = None
 
@@ -104,7 +105,7 @@ def options(
     schedule: Any = None,
     target: str = "",
     plan: InForce | None = None,
-    sure: float | None = None,
+    loss_per_gain: float | None = None,
 ) -> Options:
     """Returns the checked options of a call.
 
@@ -134,7 +135,7 @@ def options(
         target=target,
         plan=plan,
         generation=_decisions.generation + _edits.get(operation, 0),
-        sure=sure,
+        loss_per_gain=loss_per_gain,
     )
 
 
@@ -340,7 +341,7 @@ class _Selection:
             backends=self.options.backends,
             records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several).records,
             shared_only=several,
-            sure=self.options.sure,
+            loss_per_gain=self.options.loss_per_gain,
         )
         say_once(
             f"{self._call_text(hardware)}: no schedule is stored; the model selects {found.backend}: {found.reason}"

@@ -83,7 +83,7 @@ def digest(
     # Other parameters only tell how a call is differentiated.
     of_kernels = tuple(named for named in params if named[0] in operation.params)
     question = (operation.name, versions, problem.canonical(), tuple(shapes), of_kernels, platform)
-    option_values = (options.on_miss, options.sure, allowed, excluded, options.schedule, options.target, plan)
+    option_values = (options.on_miss, options.loss_per_gain, allowed, excluded, options.schedule, options.target, plan)
     text = f"{question!r} {option_values!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -44,8 +44,8 @@ _CONCRETE = (
 )
 # Number of versions compiled for the same array types but different constants at which a warning is issued.
 MANY_CONSTANTS = 8
-# The whole function is timed, so a kernel is tried even at an even chance of a gain: a slower version is not kept.
-EVEN_ODDS = 0.5
+# The whole function is timed, so a kernel is tried if the expected loss equals the gain: a slower version is not kept.
+EVEN_ODDS = 1.0
 # Options of `jax.jit` that do not refer to individual arguments.
 _OF_THE_WHOLE = ("backend", "compiler_options", "device", "inline", "keep_unused")
 # Options of `jax.jit` that mark individual arguments. `pure_call` applies them.
@@ -236,9 +236,11 @@ class Optimized:
     def _current_options(self) -> tuple[dispatch.Options, ...]:
         """Returns the options now in force for each operation."""
         target, plan = calls.target.value, planned.in_force()
-        sure = EVEN_ODDS if self._keep == "faster" else None
+        loss_per_gain = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
-            dispatch.options(operation, on_miss=self._on_miss, backends=named, target=target, plan=plan, sure=sure)
+            dispatch.options(
+                operation, on_miss=self._on_miss, backends=named, target=target, plan=plan, loss_per_gain=loss_per_gain
+            )
             for operation, named in zip(self._operations, self._named, strict=True)
         )
 

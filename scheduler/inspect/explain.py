@@ -14,7 +14,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Fields, Point, Schedule, Trial, fields_of
 from scheduler.core.text import share_text
 from scheduler.measure.build import describe_exception, lower_candidate, requested_onchip_bytes
-from scheduler.model.constants import calibrations, model_of
+from scheduler.model.constants import calibrations, model_of, sibling_of
 from scheduler.model.cost import Breakdown
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
@@ -207,9 +207,11 @@ def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardw
     found = calibrations(operation.name, hardware).get(kernel.backend)
     if found is None:
         return "nothing was fitted for this chip: the model's times are rough"
+    sibling = sibling_of(found, hardware)
     return (
         f"the model's constants: fitted to {found.trials} trials of {found.problems} problems until "
         f"{found.environment.date[:10]}, typical error {share_text(found.error)}"
+        + (f", from {sibling}, scaled" if sibling else "")
         + (f" (of version {found.version})" if found.version != kernel.version else "")
     )
 

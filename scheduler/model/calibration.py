@@ -47,6 +47,7 @@ class Observed:
       predicted_s: the predicted time of the best-ranked schedule with default constants; None for a library.
       measured_s: the measured time of that schedule, or of the fastest schedule if that one was not measured; None for
         a library.
+      errors: ``log(measured / predicted)`` of the fast trials with default constants; None for a library.
     """
 
     problem: Problem
@@ -54,6 +55,7 @@ class Observed:
     seconds: Array
     predicted_s: float | None = None
     measured_s: float | None = None
+    errors: Array | None = None
 
 
 def observed(
@@ -82,14 +84,14 @@ def observed(
     if kernel.library:
         return Observed(problem, None, seconds.min(keepdims=True))
     points = Columns.of(schedules)
-    if kernel.footprint(problem, points, hardware.target) is None:
+    if (errors := fast_errors(kernel, hardware, problem, points, seconds)) is None:
         return None
     pruned = prune(kernel, problem, hardware, CostModel(hardware), keep=1, verified=True)
     if not len(pruned.points):
-        return Observed(problem, points, seconds)
+        return Observed(problem, points, seconds, errors=errors)
     first = pruned.points.row(0)
     taken = [s for index, s in enumerate(times) if points.row(index) == first]
-    return Observed(problem, points, seconds, float(pruned.predicted_s[0]), min(taken or times))
+    return Observed(problem, points, seconds, float(pruned.predicted_s[0]), min(taken or times), errors)
 
 
 def calibrate(
@@ -138,7 +140,7 @@ def fit(
     if kernel.library and len(seen) >= MIN_RESIDUALS:
         constants["library_s"] = min(_LIBRARY_S, key=lambda library_s: _spread(_with(model, library_s), seen))
         model = _with(model, constants["library_s"])
-    errors = [_errors(kernel, model, one) for one in seen]
+    errors = [_errors(model, one) for one in seen]
     scale = _scale(errors)
     constants["library_scale" if kernel.library else "scale"] = scale
     observations = [_observation(model, one, scale) for one in seen if kernel.library or one.predicted_s is not None]
@@ -159,12 +161,12 @@ def fit(
     )
 
 
-def scale(kernel: Kernel[Any, Any], hardware: Hardware, seen: Sequence[Observed]) -> float:
-    """Returns the scale factor of the model's times for `kernel`.
+def scale(hardware: Hardware, seen: Sequence[Observed]) -> float:
+    """Returns the scale factor of the model's times for a kernel.
 
     It is the median over problems of the median ratio of measured to predicted time of each problem's fast trials.
     """
-    return _scale([_errors(kernel, CostModel(hardware), one) for one in seen])
+    return _scale([_errors(CostModel(hardware), one) for one in seen])
 
 
 def _scale(errors: Sequence[Array]) -> float:
@@ -181,24 +183,28 @@ def _spread(model: CostModel, seen: Sequence[Observed]) -> float:
     return float(np.abs(errors - np.median(errors)).mean())
 
 
-def _fast(one: Observed) -> npt.NDArray[np.bool_]:
-    fast: npt.NDArray[np.bool_] = one.seconds <= _WORTH * one.seconds.min()
+def _fast(seconds: Array) -> npt.NDArray[np.bool_]:
+    fast: npt.NDArray[np.bool_] = seconds <= _WORTH * seconds.min()
     return fast
 
 
-def _errors(kernel: Kernel[Any, Any], model: CostModel, one: Observed) -> Array:
-    """Returns ``log(measured / predicted)`` of a problem's fast trials."""
-    if one.schedules is None:
-        return np.log(one.seconds / model.library_seconds(one.problem))
-    footprint = kernel.footprint(one.problem, one.schedules.take(_fast(one)), model.hardware.target)
-    assert footprint is not None, "what declares none is not observed"
-    return np.log(one.seconds[_fast(one)] / model.seconds(footprint))
+def fast_errors(
+    kernel: Kernel[Any, Any], hardware: Hardware, problem: Problem, schedules: Columns, seconds: Array
+) -> Array | None:
+    """Returns ``log(measured / predicted)`` of a problem's fast trials; None if `kernel` declares no footprint."""
+    footprint = kernel.footprint(problem, schedules.take(_fast(seconds)), hardware.target)
+    return None if footprint is None else np.log(seconds[_fast(seconds)] / CostModel(hardware).seconds(footprint))
+
+
+def _errors(model: CostModel, one: Observed) -> Array:
+    """Returns ``log(measured / predicted)`` of a problem's fast trials; `model` predicts a library."""
+    return np.log(one.seconds / model.library_seconds(one.problem)) if one.errors is None else one.errors
 
 
 def _variants(one: Observed) -> set[str]:
     if one.schedules is None:
         return set()
-    fast = one.schedules.take(_fast(one))
+    fast = one.schedules.take(_fast(one.seconds))
     return {variant_of(fast.row(index)) for index in range(len(fast))}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord
-from scheduler.core.hardware import Hardware
+from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.neighbours import Range
 from scheduler.core.records import TIE, Entry, Key, Point, Record, Schedule, families_of, family_of, key_of, point_of
 from scheduler.model.constants import calibrations, model_of
@@ -330,7 +330,8 @@ class Evidence:
     """The stored data that `between.answer` and `predict` need.
 
     Attributes:
-      records: records of the problem itself, of the most similar problems, and at the points of the ranges.
+      records: records of the problem itself, of the most similar problems, and at the points of the ranges. Without a
+        record of a similar problem on this chip, those of the problem and of similar ones on a sibling.
       ranges: the ranges that may contain the problem.
     """
 
@@ -344,11 +345,19 @@ def read(store: Store, operation: Operation[Any], problem: Problem, hardware: Ha
     Raises:
       StoreError: the store cannot be read.
     """
-    question = near(operation, problem, hardware, within=TELLING)
-    similar = store.nearest(question, estimated=False) or store.nearest(question, estimated=True)
+    similar = _similar(store, operation, problem, hardware)
+    for chip in siblings(hardware):
+        if similar:
+            break
+        similar = _records_of(store, [key_of(operation, problem, chip)]) + _similar(store, operation, problem, chip)
     ranges = store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families_of(problem))
     keys = [key_of(operation, problem, hardware), *point_keys(operation, problem, hardware, ranges)]
     return Evidence([*_records_of(store, keys), *similar], ranges)
+
+
+def _similar(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> list[Record]:
+    question = near(operation, problem, hardware, within=TELLING)
+    return store.nearest(question, estimated=False) or store.nearest(question, estimated=True)
 
 
 def _records_of(store: Store, keys: Iterable[Key]) -> list[Record]:

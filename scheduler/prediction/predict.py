@@ -14,7 +14,15 @@ from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Entry, Record, Schedule, key_of, variant_of
-from scheduler.model.constants import MIN_RESIDUALS, ProblemPoint, calibrations, model_of, residuals_of
+from scheduler.model.constants import (
+    BETWEEN_CHIPS,
+    MIN_RESIDUALS,
+    ProblemPoint,
+    calibrations,
+    model_of,
+    residuals_of,
+    sibling_of,
+)
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import Pruned, counted, illegal, is_verified, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest, recheck
@@ -71,8 +79,8 @@ def choose(
     is set, any legal schedule may be selected.
 
     Args:
-      fitted: the calibrations from measurements on this chip, by backend.
-      near: similar problems with their records, nearest first.
+      fitted: the calibrations from measurements on this chip or a sibling, by backend.
+      near: similar problems with their records, on this chip or a sibling, nearest first.
       needed: allow an unverified schedule if there is no verified one.
     """
     model = model_of(operation, kernel, hardware, found=fitted)
@@ -85,10 +93,13 @@ def choose(
     error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
         deviation = math.hypot(deviation, model.library_spread(problem))
-    corrections = (_neighbour_correction(kernel, neighbour, hardware, model) for neighbour in near)
+    sibling = sibling_of(fitted.get(kernel.backend), hardware)
+    if sibling:
+        deviation = math.hypot(deviation, BETWEEN_CHIPS)
+    corrections = (_neighbour_correction(operation, kernel, neighbour, fitted) for neighbour in near)
     closest = next((one for one in corrections if one is not None), None)
     schedule: Schedule | None = None
-    near_by = words = ""
+    near_by, words = "", f" (from {sibling}, scaled)" if sibling else ""
     if closest is not None:
         # The remaining error there, which the fit does not explain, weighted by half for each doubling.
         error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
@@ -96,6 +107,7 @@ def choose(
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
         record = closest.neighbour.record
         at += ", estimated" if record.estimated else ", imported" if record.imported else ""
+        at += f", from {closest.neighbour.hardware.kind}, scaled" if closest.neighbour.hardware != hardware else ""
         words = f" (corrected by the times of {at})"
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
         checked = here is not None and (needed or is_verified(kernel, problem, hardware, closest.entry.schedule))
@@ -123,11 +135,13 @@ class _NeighbourCorrection:
 
 
 def _neighbour_correction(
-    kernel: Kernel[Any, Any], neighbour: Neighbour, hardware: Hardware, model: CostModel
+    operation: Operation[Any], kernel: Kernel[Any, Any], neighbour: Neighbour, fitted: Mapping[str, Calibration]
 ) -> _NeighbourCorrection | None:
-    entry = neighbour.best(kernel.backend)
+    """Returns the correction by a neighbour, against the model of the neighbour's chip; None if none applies."""
+    hardware, entry = neighbour.hardware, neighbour.best(kernel.backend)
     if entry is None or entry.version != kernel.version or kernel.supports(neighbour.problem, hardware.target):
         return None
+    model = model_of(operation, kernel, hardware, found=fitted)
     there = modelled_s(kernel, neighbour.problem, hardware, model, entry.schedule)
     if there is None:
         return None
@@ -180,10 +194,41 @@ def modelled_s(
     return model.library_seconds(problem) if footprint is None else float(np.ravel(model.seconds(footprint))[0])
 
 
-# The minimum probability that a kernel is faster than the library, for it to be selected without measuring. At this
-# value, the expected gain equals its standard deviation. From `benchmarks/no_search.py`, with no similar problem
-# measured.
-MIN_GAIN_PROBABILITY = 0.84
+# A kernel is selected without measuring if its expected loss is at most this share of its expected gain, both against
+# the library that would run otherwise. It is the largest share at which the worst 2 % of the problems, left out of the
+# fit, lose at most 2 % in the mean (`benchmarks/no_search.py`, docs/experiments.md).
+LOSS_PER_GAIN = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Prospect:
+    """The gain of one choice over another: a normal distribution in log time, errors of both being independent.
+
+    Attributes:
+      mean, deviation: of the gain.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, other: Choice, choice: Choice) -> Prospect:
+        mean = math.log(other.predicted_s / choice.predicted_s)
+        return cls(mean, math.hypot(other.deviation, choice.deviation))
+
+    @property
+    def probability(self) -> float:
+        """The probability of a gain."""
+        return (1 + math.erf(self.mean / (self.deviation * math.sqrt(2)))) / 2
+
+    @property
+    def loss_per_gain(self) -> float:
+        """The expected loss over the expected gain: ``E[max(-x, 0)] / E[max(x, 0)]``."""
+        z = self.mean / self.deviation
+        density = math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+        loss = max(density - z * (1 - self.probability), 0.0)
+        gain = max(density + z * self.probability, 0.0)
+        return loss / gain if gain else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +239,17 @@ class Answer:
       backend, schedule: the kernel and the schedule to run.
       predicted_s: the predicted time of the schedule, in seconds; the measured time if it is known.
       library_s: the same for the library kernel, in seconds.
+      otherwise, otherwise_s: the library that would run instead, XLA or the vendor's if it is predicted to be faster,
+        and its time in seconds; "" and None if the problem was measured.
       reason: why this schedule was selected, as text.
       neighbour: the similar problem with the record that corrects the model; "" if there was none.
       ranked: False if the kernel declares no footprint. Its time is then unknown, and `predicted_s` is the library's
         time.
       source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
-      faster: the probability that the best kernel is faster than the library, from the expected errors of both times;
+      faster: the probability that the best kernel is faster than `otherwise`, from the expected errors of both times;
         None if the problem was measured, or no kernel can be used.
       precedence: the largest `Record.precedence` of the record, or of the records at the points of the range.
+      loss_per_gain: the expected loss of the best kernel over its expected gain; None like `faster`.
     """
 
     backend: str
@@ -214,6 +262,9 @@ class Answer:
     source: Literal["record", "range", "model"] = "model"
     faster: float | None = None
     precedence: int = 0
+    otherwise: str = ""
+    otherwise_s: float | None = None
+    loss_per_gain: float | None = None
 
     @property
     def estimated(self) -> bool:
@@ -244,17 +295,18 @@ def predict(
     backends: frozenset[str] | None = None,
     records: Iterable[Record] = (),
     shared_only: bool = False,
-    sure: float | None = None,
+    loss_per_gain: float | None = None,
     fitted: Mapping[str, Calibration] | None = None,
 ) -> Answer:
     """Selects a schedule without measuring, among the schedules that were verified on the architecture.
 
     If one of `records` is of this problem and still valid, it is selected, as in a call.
 
-    A kernel that competes with the library must have been verified on this architecture. It must be faster with a
-    probability of at least `MIN_GAIN_PROBABILITY`, given the errors of the model on measured problems. If `backends`
-    excludes the library, the best prediction is selected; a kernel without a verified schedule may then use an
-    unverified one.
+    A kernel that competes with the library must have been verified on this architecture. The library that would run
+    otherwise is XLA, or the vendor's if it is allowed and predicted to be faster. A kernel is selected if its expected
+    loss against that library is at most `LOSS_PER_GAIN` of its expected gain, given the errors of the model on measured
+    problems. If `backends` excludes XLA, the best prediction is selected; a kernel without a verified schedule may then
+    use an unverified one.
 
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
     constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that
@@ -262,19 +314,19 @@ def predict(
 
     Args:
       backends: the kernels that may be selected; None allows all.
-      records: records of this operation on this chip; the lowest `Record.precedence` comes first.
+      records: records of this operation on this chip or a sibling; the lowest `Record.precedence` comes first.
       shared_only: use no constants of this user, which other processes of a job may not have.
-      sure: the minimum probability, in place of `MIN_GAIN_PROBABILITY`.
-      fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
+      loss_per_gain: the maximum ratio, in place of `LOSS_PER_GAIN`; 1 needs no more than an expected gain.
+      fitted: the calibrations from measurements on this chip or a sibling, by backend; None loads the stored ones.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
-    sure = MIN_GAIN_PROBABILITY if sure is None else sure
+    most = LOSS_PER_GAIN if loss_per_gain is None else loss_per_gain
     allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.precedence)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
-    near = _nearest(operation, problem, records)
+    near = _nearest(operation, problem, hardware, records)
     library = operation.library
     # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
     evidence = ({}, ()) if library.loses_ties else (fitted, near)
@@ -283,6 +335,7 @@ def predict(
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
         return measured
+    vendors: list[Choice] = []
     found: Choice | None = None
     refused: dict[str, str] = {}
     unsupported: dict[str, str] = {}  # reported only if no kernel was refused for another reason
@@ -298,51 +351,67 @@ def predict(
             choice = choose(operation, kernel, problem, hardware, fitted, near, needed=needed)
             if isinstance(choice, str):
                 refused[kernel.backend] = choice
+            elif kernel.vendor and not needed:
+                vendors.append(choice)
             elif found is None or choice.predicted_s < found.predicted_s:
                 found = choice
-    if found is None:
+    otherwise = min((best, *vendors), key=lambda choice: choice.predicted_s)
+    if found is None and otherwise is best:
         why = _words(refused or unsupported)
         if library.backend not in allowed:
             raise NoCandidate(f"no kernel of {operation.name} supports {problem} on {hardware.kind}: {why}")
         reason = why or "the library is the only kernel"
-        return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour)
-    gain, faster = library_s / found.predicted_s, _probability_of_gain(best, found)
-    if library.backend in allowed and faster < sure:
-        reason = f"the model expects a gain over the library with probability {faster:.0%}, below {sure:.0%}"
-        return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour, faster=faster)
-    reason = "the top prediction"
-    if library.backend in allowed:
-        reason = f"the model expects {gain:.2f}x the library's speed, and a gain with probability {faster:.0%}"
+        return Answer(
+            library.backend,
+            {},
+            library_s,
+            library_s,
+            reason,
+            best.neighbour,
+            otherwise=best.backend,
+            otherwise_s=library_s,
+        )
+    prospect = None if found is None else Prospect.of(otherwise, found)
+    name = "the library" if otherwise is best else otherwise.backend
+    selected = found
+    if library.backend not in allowed:
+        reason = "the top prediction"
+    elif found is not None and prospect is not None and prospect.loss_per_gain <= most:
+        reason = f"the model expects {math.exp(prospect.mean):.2f}x the speed of {name}"
+        reason += f", and a gain with probability {prospect.probability:.0%}"
+    else:
+        selected, reason = otherwise, f"the model expects no kernel to be faster than {name}"
+        if prospect is not None:
+            reason = f"the model expects a gain over {name} with probability {prospect.probability:.0%}, and a loss of "
+            reason += f"{prospect.loss_per_gain:.2f} of the gain, above {most:.2f}"
+        if otherwise is not best:
+            reason = f"{library_s / otherwise.predicted_s:.2f}x the library's speed; {reason}"
+    assert selected is not None, "with the library excluded, there was a kernel"
     return Answer(
-        backend=found.backend,
-        schedule=found.schedule,
-        predicted_s=found.predicted_s,
+        backend=selected.backend,
+        schedule={} if selected is best else selected.schedule,
+        predicted_s=selected.predicted_s,
         library_s=library_s,
-        reason=f"{reason}{found.words}",
-        neighbour=found.neighbour,
-        ranked=found.ranked,
-        faster=faster,
+        reason=f"{reason}{selected.words}",
+        neighbour=selected.neighbour,
+        ranked=selected.ranked,
+        faster=None if prospect is None else prospect.probability,
+        loss_per_gain=None if prospect is None else prospect.loss_per_gain,
+        otherwise=otherwise.backend,
+        otherwise_s=otherwise.predicted_s,
     )
 
 
-def _probability_of_gain(library: Choice, found: Choice) -> float:
-    """Returns the probability that the library takes longer.
-
-    Errors of log time are assumed normal, and independent between the two.
-    """
-    gain = math.log(library.predicted_s / found.predicted_s)
-    deviation = math.hypot(library.deviation, found.deviation)
-    return (1 + math.erf(gain / (deviation * math.sqrt(2)))) / 2
-
-
-def _nearest(operation: Operation[Any], problem: Problem, records: Sequence[Record]) -> list[Neighbour]:
+def _nearest(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, records: Sequence[Record]
+) -> list[Neighbour]:
     """Returns the nearest measured problems, or the nearest estimated ones if none was measured.
 
     Estimates would correct the model towards themselves.
     """
     for estimated in (False, True):
         same_kind = [record for record in records if record.estimated is estimated]
-        if near := nearest(operation, problem, same_kind, within=TELLING):
+        if near := nearest(operation, problem, hardware, same_kind, within=TELLING):
             return near
     return []
 

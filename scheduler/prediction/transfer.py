@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.fingerprints import changed
-from scheduler.core.hardware import Hardware
+from scheduler.core.hardware import Hardware, identified
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Entry, Record
 from scheduler.model.pruning import illegal, is_verified
@@ -21,6 +21,9 @@ from search_spaces.problem import Problem
 WORTH_A_TRIAL = 3.0
 # The maximum distance at which a record is used to predict the times of another problem without a trial.
 TELLING = 1.0
+# The distance of the same problem on another chip, in doublings: its winner and the model's error there apply here
+# almost as well.
+OTHER_CHIP = 0.25
 # The maximum number of neighbours.
 MOST = 3
 # Each field with a default doubles the number of ways to write a problem.
@@ -34,12 +37,14 @@ class Neighbour:
     Attributes:
       problem: the similar problem.
       record: its record.
-      doublings: its distance (`distance`).
+      doublings: its distance (`distance`), plus `OTHER_CHIP` for a record of a sibling.
+      hardware: the chip of the record: this one or a sibling.
     """
 
     problem: Problem
     record: Record
     doublings: float
+    hardware: Hardware
 
     @property
     def weight(self) -> float:
@@ -119,12 +124,17 @@ def _number(value: Any) -> int | None:
 
 
 def nearest(
-    operation: Operation[Any], problem: Problem, records: Iterable[Record], within: float, most: int = MOST
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    records: Iterable[Record],
+    within: float,
+    most: int = MOST,
 ) -> list[Neighbour]:
-    """Returns the most similar problems among `records`, nearest first, without `problem` itself.
+    """Returns the most similar problems among `records`, nearest first, without `problem` itself on this chip.
 
     Args:
-      records: records of this operation on one chip.
+      records: records of this operation on this chip and on its siblings.
       within: the maximum distance in doublings.
       most: the maximum number of problems.
     """
@@ -134,9 +144,11 @@ def nearest(
             other = operation.problem.from_canonical(record.key.problem)
         except ValueError:  # written by another version of the operation
             continue
-        doublings = distance(problem, other)
+        doublings, chip = distance(problem, other), hardware
+        if record.key.hardware != hardware.id:
+            doublings, chip = doublings + OTHER_CHIP, identified(record.key.hardware) or hardware
         if 0 < doublings <= within:
-            found.append(Neighbour(other, record, doublings))
+            found.append(Neighbour(other, record, doublings, chip))
     return sorted(found, key=lambda near: (near.doublings, near.record.key.problem))[:most]
 
 

@@ -354,7 +354,7 @@ class _Tuning:
         records = self.writer.store.nearest(
             near(self.operation, self.problem, self.runner.hardware, within=WORTH_A_TRIAL)
         )
-        return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
+        return nearest(self.operation, self.problem, self.runner.hardware, records, within=WORTH_A_TRIAL)
 
     def _trial_parameters(self) -> TrialParameters | None:
         if self.writer.store is None:

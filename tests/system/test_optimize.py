@@ -364,10 +364,11 @@ def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
     h200 = hardware.find("H200")
     unsure = predict(MATMUL, problem, h200)
     assert unsure.backend == "xla"
-    assert predict(MATMUL, problem, h200, sure=unsure.faster).backend == "mosaic_gpu"
-    for keep, sure in (("faster", 0.5), ("tuned", None)):
+    assert unsure.faster > 0.5
+    assert predict(MATMUL, problem, h200, loss_per_gain=1.0).backend == "mosaic_gpu"
+    for keep, ratio in (("faster", 1.0), ("tuned", None)):
         fast = scheduler.optimize(lambda a: a @ a, keep=keep)
-        assert {options.sure for options in fast._current_options()} == {sure}
+        assert {options.loss_per_gain for options in fast._current_options()} == {ratio}
 
 
 class JittedElsewhere:

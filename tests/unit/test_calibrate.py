@@ -1,6 +1,5 @@
 """Calibrating the model: a chip's scale is found again, outliers are not, and recorded shapes are ranked without it."""
 
-import dataclasses
 import functools
 import gzip
 import json
@@ -23,7 +22,7 @@ from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
 from scheduler.model import constants
-from scheduler.model.calibration import Observed, calibrate, observed, scale
+from scheduler.model.calibration import Observed, calibrate, fast_errors, observed, scale
 from scheduler.model.cost import Constants, CostModel
 from scheduler.prediction.predict import predict
 from scheduler.search import sweep
@@ -66,7 +65,11 @@ def exact(shape, constants=TRUE):
     problem = MatmulProblem(*shape)
     points, _ = KERNEL.space(problem, H200.target).legal()
     seconds = CostModel(H200, constants).seconds(KERNEL.footprint(problem, points, H200.target))
-    return Observed(problem, points, seconds)
+    return seen_at(problem, points, seconds)
+
+
+def seen_at(problem, points, seconds):
+    return Observed(problem, points, seconds, errors=fast_errors(KERNEL, H200, problem, points, seconds))
 
 
 SHAPES = ((4096, 4096, 4096), (128, 8192, 8192), (1024, 1024, 2048), (16, 8192, 4096))
@@ -75,24 +78,24 @@ SHAPES = ((4096, 4096, 4096), (128, 8192, 8192), (1024, 1024, 2048), (16, 8192, 
 def slower(shape, times):
     """A sweep of a chip on which everything takes so many times as long as the model says."""
     seen = exact(shape, Constants())
-    return dataclasses.replace(seen, seconds=seen.seconds * times)
+    return seen_at(seen.problem, seen.schedules, seen.seconds * times)
 
 
 def test_a_chip_that_is_slower_throughout_is_told_by_its_scale():
-    assert scale(KERNEL, H200, [slower(shape, 1.3) for shape in SHAPES]) == pytest.approx(1.3)
+    assert scale(H200, [slower(shape, 1.3) for shape in SHAPES]) == pytest.approx(1.3)
 
 
 def test_one_time_in_twenty_that_is_three_times_too_long_changes_nothing():
     draw = np.random.default_rng(0)
     spoilt = [
-        dataclasses.replace(seen, seconds=seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
+        seen_at(seen.problem, seen.schedules, seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
         for seen in (slower(shape, 1.3) for shape in SHAPES)
     ]
-    assert scale(KERNEL, H200, spoilt) == pytest.approx(1.3)
+    assert scale(H200, spoilt) == pytest.approx(1.3)
 
 
 def test_a_problem_that_the_model_misses_by_far_does_not_move_the_scale():
-    assert scale(KERNEL, H200, [*(slower(shape, 1.1) for shape in SHAPES), slower((256, 14336, 4096), 2)]) < 1.11
+    assert scale(H200, [*(slower(shape, 1.1) for shape in SHAPES), slower((256, 14336, 4096), 2)]) < 1.11
 
 
 def test_a_recorded_shape_is_ranked_as_it_was_measured():

@@ -12,7 +12,7 @@ from many_records import record_of
 
 from scheduler.core import hardware
 from scheduler.core.errors import NoCandidate, UnknownChip
-from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find
+from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find, siblings
 from scheduler.core.records import Entry
 from scheduler.dispatch import dispatch
 from scheduler.inspect.doctor import examine
@@ -47,6 +47,18 @@ def test_figures_of_a_chip_agree_with_each_other():
             assert row.l2_latency_s == row.memory_latency_s
 
     assert failures(check, EVERY, lambda row: row.kind) == []
+
+
+def test_siblings_are_of_the_same_architecture_and_the_most_similar_comes_first():
+    h100, h200 = find("h100"), find("h200")
+    assert h100.kind == "NVIDIA H100 80GB HBM3"
+    for kind, most_similar in (("H100 NVL", "GH200 480GB"), ("GH200 144G", "H200"), ("H100 PCIe", "H100 NVL")):
+        assert siblings(find(kind))[0].kind == f"NVIDIA {most_similar}"
+    renamed = dataclasses.replace(h100, kind="NVIDIA H800")
+    assert siblings(renamed)[0] == h100
+    assert h200 in siblings(renamed)
+    assert {row.architecture for row in siblings(h200)} == {"sm_90"}
+    assert siblings(CPU) == siblings(find("v6e")) == []
 
 
 def test_on_a_gpu_fewer_bits_are_faster():

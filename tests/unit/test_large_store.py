@@ -101,7 +101,7 @@ def test_an_index_finds_the_records_that_a_look_at_all_finds(operation, drawn, w
         records = fill(store, operation, (drawn(draw) for _ in range(300)), CPU)
         found = 0
         for problem in [drawn(draw) for _ in range(40)]:
-            expected = nearest(operation, problem, records, within=within)
+            expected = nearest(operation, problem, CPU, records, within=within)
             asked = store.nearest(near(operation, problem, CPU, within=within))
             assert asked == [one.record for one in expected], str(problem)
             found += len(asked)
@@ -124,7 +124,7 @@ def test_arrays_and_parameters_of_a_function_of_ones_own_are_similar_by_their_nu
     with contextlib.closing(Store(":memory:")) as store:
         records = fill(store, operation, problems, CPU)
         for one in (here, problem("float32[64,128]", block="24")):
-            expected = [each.record for each in nearest(operation, one, records, within=1)]
+            expected = [each.record for each in nearest(operation, one, CPU, records, within=1)]
             assert store.nearest(near(operation, one, CPU, within=1)) == expected
             assert expected
 
@@ -196,7 +196,7 @@ def test_every_shipped_record_has_its_place():
             operation = load(record.key.operation)
             problem = operation.problem.from_canonical(record.key.problem)
             alike = list(store.records(operation=record.key.operation, hardware=record.key.hardware))
-            expected = nearest(operation, problem, alike, within=1)
+            expected = nearest(operation, problem, identified(record.key.hardware), alike, within=1)
             question = near(operation, problem, identified(record.key.hardware), within=1)
             assert store.nearest(question) == [one.record for one in expected]
         heads = {head.key: head.estimated for head in store.heads()}

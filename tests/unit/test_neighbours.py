@@ -9,11 +9,13 @@ from failures import failures
 from invented import H200, NOW, Alone
 
 import scheduler
-from scheduler.core.hardware import identified
+from scheduler.core.hardware import find, identified
 from scheduler.core.records import Entry, Key, Measurement, Record, key_of
 from scheduler.dispatch import dispatch
+from scheduler.model.constants import BETWEEN_CHIPS, calibrations
 from scheduler.model.pruning import illegal
-from scheduler.prediction.predict import predict
+from scheduler.prediction.between import read
+from scheduler.prediction.predict import choose, predict
 from scheduler.prediction.transfer import distance, nearest, recheck
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
@@ -24,6 +26,7 @@ from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 pytestmark = pytest.mark.one_jax
 
 PALLAS = frozenset({"mosaic_gpu"})
+H100 = find("H100")
 TODAY = MATMUL.kernel("mosaic_gpu").version
 WIDE = MatmulProblem(128, 8192, 8192)
 # Legal for 128 rows, and neither the top prediction there nor far behind it.
@@ -59,9 +62,9 @@ def test_the_nearest_come_first_and_a_problem_is_not_its_own_neighbour():
     far, near = record(MatmulProblem(1024, 8192, 8192)), record(MatmulProblem(96, 8192, 8192))
     beyond = record(MatmulProblem(8192, 8192, 8192))
     foreign = dataclasses.replace(near, key=Key("matmul", H200.id, '{"q":3}'))
-    found = nearest(MATMUL, WIDE, [far, record(WIDE), beyond, foreign, near], within=3)
+    found = nearest(MATMUL, WIDE, H200, [far, record(WIDE), beyond, foreign, near], within=3)
     assert [n.record for n in found] == [near, far]
-    assert nearest(MATMUL, WIDE, [far, near], within=1) == found[:1]
+    assert nearest(MATMUL, WIDE, H200, [far, near], within=1) == found[:1]
     assert found[0].weight == pytest.approx(0.75)
     assert found[1].weight == 1 / 8
 
@@ -180,3 +183,43 @@ def test_a_search_begins_with_the_winners_next_to_it():
     made = tune(MATMUL, problem, budget=4, store=store, runner=runner)
     assert runner.asked[:2] == ({}, WON)
     assert made.stopped == "the budget of 4 trials is spent"
+
+
+def test_a_chip_without_records_uses_the_schedule_and_the_scaled_time_of_a_sibling():
+    alone = predict(MATMUL, WIDE, H100, backends=PALLAS)
+    told = predict(MATMUL, WIDE, H100, backends=PALLAS, records=[record()])
+    assert dict(alone.schedule) != dict(told.schedule) == WON
+    assert told.source == "model"
+    assert "from NVIDIA H200, scaled" in told.reason
+    assert alone.neighbour == ""
+    # The problem is limited by memory, so the time grows as the bandwidth shrinks.
+    slower = told.predicted_s / 30e-6
+    assert 1.2 < slower < 1.02 * H200.hbm_bytes_per_s / H100.hbm_bytes_per_s
+
+
+def test_a_schedule_of_a_sibling_that_does_not_fit_this_chip_is_not_used():
+    small = dataclasses.replace(H100, kind="a small H100", onchip_bytes=100 * 1024)
+    told = predict(MATMUL, WIDE, small, backends=PALLAS, records=[record()])
+    assert dict(told.schedule) != WON
+    assert "corrected by the times" in told.reason
+
+
+def test_a_record_of_this_chip_is_asked_before_those_of_its_siblings():
+    problem, mine = MatmulProblem(120, 8192, 8192), dataclasses.replace(record(), key=key_of(MATMUL, WIDE, H100))
+    store = Store(":memory:")
+    store.put(record())
+    assert [one.key.hardware for one in read(store, MATMUL, problem, H100).records] == [H200.id]
+    assert [one.key.hardware for one in read(store, MATMUL, WIDE, H100).records] == [H200.id]
+    store.put(mine)
+    assert [one.key.hardware for one in read(store, MATMUL, problem, H100).records] == [H100.id]
+
+
+def test_a_chip_without_measurements_is_predicted_with_the_constants_of_its_nearest_sibling():
+    borrowed, own = (calibrations("matmul", chip, shared_only=True) for chip in (H100, H200))
+    assert borrowed == own
+    fitted_here = {backend: dataclasses.replace(one, hardware=H100.id) for backend, one in own.items()}
+    measured, scaled = (choose(MATMUL, MATMUL.library, WIDE, H100, fitted, ()) for fitted in (fitted_here, borrowed))
+    assert scaled.predicted_s == measured.predicted_s
+    assert scaled.deviation == pytest.approx(math.hypot(measured.deviation, BETWEEN_CHIPS))
+    assert "from NVIDIA H200, scaled" in scaled.words
+    assert "scaled" not in measured.words

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from invented import H200, NOW
 
@@ -20,7 +21,8 @@ from scheduler.model.constants import (
     residuals_of,
 )
 from scheduler.model.cost import CostModel
-from scheduler.prediction.predict import MIN_GAIN_PROBABILITY, predict
+from scheduler.prediction.predict import LOSS_PER_GAIN, Choice, Prospect, predict
+from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 pytestmark = pytest.mark.one_jax
@@ -72,8 +74,16 @@ def test_the_likeliest_covariance_follows_the_spread_of_errors_and_few_problems_
     assert fitted(places[: MIN_RESIDUALS - 1], [0.4] * (MIN_RESIDUALS - 1)) == Covariance()
 
 
+def test_a_size_on_which_errors_depend_is_relevant_and_one_on_which_they_do_not_is_not():
+    grid = [(2**i, 2**j) for i in range(6, 12) for j in range(6, 12)]
+    places = [ProblemPoint(MatmulProblem(m, 4096, k), 1e-3) for m, k in grid]
+    found = fitted(places, [0.3 * (-1) ** int(math.log2(k)) for _, k in grid]).relevance
+    assert found["k"] > 1
+    assert found.get("m", 1.0) <= 1
+
+
 def test_a_covariance_is_kept_among_constants_and_values_that_mean_nothing_are_left_out():
-    some = Covariance(0.4, 2.0, 0.04, 0.0, 8.0)
+    some = Covariance(0.4, 2.0, 0.04, 0.0, 8.0, {"k": 4.0})
     assert Covariance.of(some.named()) == some
     assert Covariance.of({"residual_noise": -1.0, "residual_doublings": 0.0, "scale": 3.0}) == Covariance()
 
@@ -122,7 +132,8 @@ def test_a_calibration_of_before_has_no_observations():
 def test_where_the_library_was_always_slower_than_predicted_a_kernel_answers_and_where_faster_it_does_not():
     slow, fast = (answer(calibration("xla", factor), calibration("mosaic_gpu", 1.0)) for factor in (1.3, 0.7))
     assert (slow.backend, fast.backend) == ("mosaic_gpu", "xla")
-    assert fast.faster < MIN_GAIN_PROBABILITY <= slow.faster
+    assert fast.faster < 0.5 < slow.faster
+    assert slow.otherwise_s == slow.library_s
     assert slow.library_s == pytest.approx(fast.library_s * 1.3 / 0.7, rel=0.05)
 
 
@@ -139,6 +150,43 @@ def test_an_expected_gain_is_not_enough_where_errors_are_large():
     assert sure.backend == "mosaic_gpu"
     assert unsure.faster < sure.faster
     assert unsure.backend == "xla"
+
+
+def test_the_expected_loss_is_weighed_against_the_expected_gain():
+    def ratio(predicted_s, deviation):
+        return Prospect.of(Choice("xla", {}, 1.0, 0.0), Choice("mosaic_gpu", {}, predicted_s, deviation)).loss_per_gain
+
+    assert ratio(1.0, 0.1) == pytest.approx(1.0)
+    assert ratio(1.1, 0.1) > 1 > ratio(0.9, 0.1) > ratio(0.8, 0.1)
+    draws = np.random.default_rng(0).normal(math.log(1 / 0.9), 0.1, 10**6)
+    assert ratio(0.9, 0.1) == pytest.approx(np.maximum(-draws, 0).mean() / np.maximum(draws, 0).mean(), rel=0.02)
+    assert ratio(0.98, 0.01) < LOSS_PER_GAIN < ratio(0.98, 0.1)
+    assert ratio(0.1, 0.01) == 0.0
+    assert ratio(10.0, 0.01) == math.inf
+
+
+def test_a_kernel_competes_with_the_vendors_library_where_that_is_faster_than_xla():
+    """cuDNN takes 0.1 of the time of XLA, so only a kernel that is faster than cuDNN answers."""
+    attention, problem = load("flash_attention"), load("flash_attention").problem(2, 4096, 4096, 16, 16, 128)
+
+    def answer(ours):
+        scales = {"xla": 10.0, "cudnn": 1.0, "mosaic_gpu": ours}
+        fitted = {
+            backend: dataclasses.replace(
+                calibration("xla", 1.0), operation="flash_attention", backend=backend, observations=(),
+                version=attention.kernel(backend).version,
+                constants={"library_scale" if backend == "xla" else "scale": scale},
+            )
+            for backend, scale in scales.items()
+        }  # fmt: skip
+        return predict(attention, problem, H200, fitted=fitted)
+
+    slower, faster = answer(1.2), answer(0.5)
+    assert (slower.backend, faster.backend) == ("cudnn", "mosaic_gpu")
+    assert slower.otherwise == faster.otherwise == "cudnn"
+    assert slower.predicted_s == slower.otherwise_s < slower.library_s
+    assert "over cudnn" in slower.reason
+    assert "the speed of cudnn" in faster.reason
 
 
 def test_errors_of_another_version_of_a_kernel_are_not_taken():
