@@ -20,7 +20,7 @@ from scheduler.fleet.messages import (
     TrialEnded,
     kernel_versions,
 )
-from scheduler.prediction.transfer import WORTH_A_TRIAL, near
+from scheduler.search.baseline import similar_records
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.trials import BestEffortWriter, TrialStore
 from search_spaces import locate
@@ -43,7 +43,7 @@ def order(task: Task, options: SearchOptions, hardware: Hardware, environment: E
     if not isinstance(options.sampler, str):
         raise SchedulerError("a sampler object cannot be sent to other processes: give it as module:NAME")
     key = key_of(operation, task.problem, hardware)
-    similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
+    similar = similar_records(operation, task.problem, hardware, store)
     return Order(
         operation=name,
         problem=key.problem,

@@ -7,11 +7,11 @@ from typing import Any
 
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
-from scheduler.core.hardware import Hardware
+from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import L2, Key, Measurement, Point, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
 from scheduler.prediction.between import Evidence, answer, merged, read
-from scheduler.prediction.transfer import recheck
+from scheduler.prediction.transfer import WORTH_A_TRIAL, near, recheck
 from scheduler.search.task import Baseline, Task
 from scheduler.search.trials import TrialStore
 from scheduler.store.store import Store, shipped
@@ -97,6 +97,26 @@ def is_current(
         if lost.backend in required and operation.kernel(lost.backend).supports(problem, hardware.target) is None
     ]
     return "; ".join(failed) or record
+
+
+def similar_records(operation: Operation[Any], problem: Problem, hardware: Hardware, store: TrialStore) -> list[Record]:
+    """Returns records of similar problems, whose winners a search tries first.
+
+    These are records in `store` of this chip, and shipped records of the most similar sibling that has any, of the
+    problem itself and of similar ones.
+
+    Raises:
+      StoreError: `store` cannot be read.
+    """
+    found = list(store.nearest(near(operation, problem, hardware, within=WORTH_A_TRIAL)))
+    with contextlib.suppress(StoreError, MalformedRecord):  # calls report a broken package
+        if (package := shipped()) is not None:
+            for chip in siblings(hardware):
+                same = package.get(key_of(operation, problem, chip))
+                others = package.nearest(near(operation, problem, chip, within=WORTH_A_TRIAL))
+                if records := [*([same] if same else []), *others]:
+                    return [*found, *records]
+    return found
 
 
 def imported_schedules(key: Key, store: TrialStore | None) -> list[Point]:

@@ -38,8 +38,14 @@ from scheduler.measure.estimate import smaller
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
-from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
-from scheduler.search.baseline import imported_schedules, is_current, refuse_to_replace_measured, stale_reason
+from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.search.baseline import (
+    imported_schedules,
+    is_current,
+    refuse_to_replace_measured,
+    similar_records,
+    stale_reason,
+)
 from scheduler.search.candidates import (
     Candidates,
     Recorded,
@@ -348,13 +354,12 @@ class _Tuning:
         }
 
     def _near(self) -> list[Neighbour]:
-        """Returns similar problems in the store."""
+        """Returns similar problems, on this chip or a sibling, with their records."""
         if self.writer.store is None:
             return []
-        records = self.writer.store.nearest(
-            near(self.operation, self.problem, self.runner.hardware, within=WORTH_A_TRIAL)
-        )
-        return nearest(self.operation, self.problem, self.runner.hardware, records, within=WORTH_A_TRIAL)
+        hardware = self.runner.hardware
+        records = similar_records(self.operation, self.problem, hardware, self.writer.store)
+        return nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)
 
     def _trial_parameters(self) -> TrialParameters | None:
         if self.writer.store is None:

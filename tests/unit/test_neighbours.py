@@ -16,7 +16,8 @@ from scheduler.model.constants import BETWEEN_CHIPS, calibrations
 from scheduler.model.pruning import illegal
 from scheduler.prediction.between import read
 from scheduler.prediction.predict import choose, predict
-from scheduler.prediction.transfer import distance, nearest, recheck
+from scheduler.prediction.transfer import WORTH_A_TRIAL, distance, nearest, recheck
+from scheduler.search.baseline import similar_records
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
@@ -195,6 +196,17 @@ def test_a_chip_without_records_uses_the_schedule_and_the_scaled_time_of_a_sibli
     # The problem is limited by memory, so the time grows as the bandwidth shrinks.
     slower = told.predicted_s / 30e-6
     assert 1.2 < slower < 1.02 * H200.hbm_bytes_per_s / H100.hbm_bytes_per_s
+
+
+def test_a_search_on_a_chip_without_records_starts_from_the_shipped_winners_of_a_sibling():
+    measured = next(r for r in shipped().records() if r.key.operation == "matmul" and r.key.hardware == H200.id)
+    problem = MatmulProblem.from_canonical(measured.key.problem)
+    found = similar_records(MATMUL, problem, H100, Store(":memory:"))
+    assert found[0] == measured
+    assert {r.key.hardware for r in found} == {H200.id}
+    first = nearest(MATMUL, problem, H100, found, within=WORTH_A_TRIAL)[0]
+    assert (first.problem, first.hardware) == (problem, H200)
+    assert similar_records(MATMUL, problem, H200, Store(":memory:")) == []
 
 
 def test_a_schedule_of_a_sibling_that_does_not_fit_this_chip_is_not_used():
