@@ -268,12 +268,13 @@ def test_neither_an_absent_chip_nor_a_worker_learns(learner, monkeypatch):
 
 
 SCRIPT = """
-import os, sys, jax.numpy as jnp, scheduler
+import os, sys, time, warnings, jax.numpy as jnp, scheduler
 from scheduler.dispatch import learning
 scheduler.learning_budget(problem_s=1e6, process_s=1e6)
 a = jnp.ones((8, 8))
 scheduler.tuned_matmul(a, a, on_miss="learn")
 before = learning.learner()
+warnings.filterwarnings("ignore", ".*fork")
 if (child := os.fork()) == 0:
     os._exit(learning.learner() is before)
 assert os.waitpid(child, 0)[1] == 0
@@ -281,7 +282,7 @@ if sys.argv[1] == "wait":
     assert scheduler.wait_for_learning()
 elif sys.argv[1] == "started":
     while before._runner is None or before._runner._measuring.pid is None:
-        pass
+        time.sleep(0.05)
 """
 
 
@@ -289,8 +290,6 @@ elif sys.argv[1] == "started":
 def test_worker_processes_measure_and_a_process_ends_with_them_in_silence(end):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     # Its end of the pipe closes only once no process of it is left.
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore:.*fork", "-c", SCRIPT, end], env=environment, capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, end], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert (stored() is not None) == (end == "wait")
