@@ -244,6 +244,15 @@ def test_a_problem_that_takes_more_than_half_of_the_free_memory_is_refused(learn
     assert stored() is None
 
 
+@pytest.mark.parametrize(("reported", "percent"), [("37", 37), ("[N/A]", None), ("No devices were found", None)])
+def test_the_utilization_is_that_of_the_driver_where_it_has_one(tmp_path, monkeypatch, reported, percent):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncase $* in *--id=3*utilization.gpu*) echo '{reported}';; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert Gpu("3", "uuid", "", GIB).utilization() == percent
+
+
 def test_what_another_process_tunes_is_left_to_it(learner, device, caplog):
     caplog.set_level(logging.INFO, "scheduler")
     with contextlib.closing(Store(default_url())) as store, leased(store, key_of(MATMUL, P8, device.hardware)):
