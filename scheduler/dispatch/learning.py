@@ -38,8 +38,8 @@ PROBLEM_S, PROCESS_S = 60.0, 300.0
 SCHEDULES = 3
 # A GPU is idle if kernels ran on it for at most this share of the driver's last sampling period, in percent. Before the
 # first trial of a problem it must be idle in several successive looks, so that no trial runs between two programs that
-# the process compiles. After the last look, the worker processes stop, and the problem is tried again later.
-IDLE_PERCENT, IDLE_LOOKS, MOST_LOOKS, LOOK_S = 5, 3, 10, 1.0
+# the process compiles. After the last look, the worker processes stop, and the next look is later.
+IDLE_PERCENT, IDLE_LOOKS, MOST_LOOKS, LOOK_S, LATER_S = 5, 3, 10, 1.0, 30.0
 # Learning takes at most this share of the free memory, because the program may need more memory later.
 MEMORY_SHARE = 0.5
 EXIT_WAIT_S = 5.0
@@ -183,6 +183,7 @@ class Learner:
             except _Busy:
                 self._close()
                 self._waiting.append(call)
+                self._ending.wait(LATER_S)
             except Exception as error:  # neither a failed search nor a defect may reach the program
                 self._close()
                 if not self._ending.is_set():

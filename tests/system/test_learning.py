@@ -88,6 +88,7 @@ def learner(monkeypatch, device):
     learner.started = started
     monkeypatch.setattr(learning, "_learner", learner)
     monkeypatch.setattr(learning, "LOOK_S", 0.0)
+    monkeypatch.setattr(learning, "LATER_S", 0.0)
     yield learner
     device.released.set()
     learner.end()
