@@ -11,11 +11,13 @@ from tile_scheduler import __version__
 
 if TYPE_CHECKING:
     from scheduler.api import (
+        learning_budget,
         predict,
         reload,
         target,
         tune,
         tuned,
+        wait_for_learning,
     )
     from scheduler.core.errors import (
         CacheMiss,
@@ -67,6 +69,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "autotune",
+    "learning_budget",
     "optimize",
     "plan",
     "predict",
@@ -92,6 +95,7 @@ __all__ = [
     "tuned_scaled_matmul",
     "tuned_silu_and_mul",
     "tuned_softmax",
+    "wait_for_learning",
 ]
 
 tile_scheduler.warn()
