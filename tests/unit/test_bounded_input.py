@@ -19,6 +19,7 @@ from scheduler.core.errors import RecordingError
 from scheduler.core.files import read_bytes, unzipped
 from scheduler.measure.protocol import decode
 from scheduler.search import jobs
+from scheduler.store import sources
 from search_spaces.matmul import MatmulProblem
 
 pytestmark = pytest.mark.one_jax
@@ -45,7 +46,7 @@ def run(command, *, stdin=None):
 @pytest.fixture
 def small_limit(monkeypatch):
     """So that what has no end costs little."""
-    for function in (files.read_bytes, files.read_stream, files.unzipped):
+    for function in (files.read_bytes, files.read_stream, files.unzipped, sources.read):
         monkeypatch.setattr(function, "__defaults__", (10_000,))
 
 

@@ -9,8 +9,8 @@ from failures import failures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.core.chip_table import TPUS
 from scheduler.core.hardware import find
+from scheduler.core.tpu_table import TPUS
 from scheduler.model import traffic
 from scheduler.model.cost import BY_ARCHITECTURE, CostModel
 from search_spaces import Footprint, Operand, Phase, load

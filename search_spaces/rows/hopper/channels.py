@@ -37,7 +37,7 @@ class ChannelSchedule:
       accesses: accesses of a thread to a chunk, all of which are in flight at once.
       cluster: CTAs that share a sample, each with a part of its positions.
       kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
-      resident: channels of a block that stays in SMEM as a whole (`resident_channels`); 0 means that CTAs stream blocks
+      resident: channels of a block that SMEM holds as a whole (`resident_channels`); 0 means that CTAs stream blocks
         of all channels, or of as many as a warp loads at once.
       ctas: persistent CTAs of a core, if blocks are resident.
     """
@@ -120,7 +120,7 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
                 "SMEM has a chunk or more, or none": lambda s: (s.kept == 0) | (plan(s).chunks * s.kept >= 8),
                 "a resident block is kept as a whole": lambda s: (s.resident == 0) | (s.kept == 0),
                 "a core has as many CTAs that stream as fit": lambda s: (s.resident > 0) | (s.ctas == 1),
-                "a warp's line is a whole number of positions of a resident block": lambda s: (
+                "a line of a warp has one or more positions of a resident block, all complete": lambda s: (
                     (s.resident == 0) | ((WARP * s.vector % np.maximum(s.resident, 1) == 0) & (s.vector <= s.resident))
                 ),
                 "an access to a resident block has one group": lambda s: (s.resident == 0) | (s.vector <= p.group),
