@@ -15,7 +15,7 @@ import pytest
 
 import scheduler
 from search_spaces import Columns
-from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, JAX_VERSION, gpu_interpreter
 from search_spaces.rows.builder import online
 from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
@@ -64,6 +64,17 @@ def test_the_kernel_agrees_with_the_reference(case):
     allowed = problem.tolerance()
     error = np.abs(actual - wanted) - allowed.relative * np.abs(wanted)
     assert error.max() <= allowed.absolute * np.abs(wanted).max()
+
+
+@pytest.mark.skipif(JAX_VERSION < (0, 12), reason="the interpreter reports races from JAX 0.12 on")
+@pytest.mark.parametrize(
+    ("group", "schedule", "cores"),
+    [(8, ChannelSchedule(8, 8, 1, resident=32), 1), (16, ChannelSchedule(4, 8, 2, 2, resident=32), 2)],
+)
+def test_loads_and_stores_of_resident_blocks_do_not_race(group, schedule, cores):
+    problem = GroupNormProblem(3, 256, 64, group)
+    actual, wanted = hopper.interpret(KERNEL, problem, schedule, cores=cores, detect_races=True)
+    np.testing.assert_allclose(actual, wanted, rtol=0.01, atol=0.03)
 
 
 @interpreted
