@@ -1,5 +1,6 @@
 """Sweeps into a file, and searches of that file in place of a device."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -206,7 +207,13 @@ def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while process.poll() is None and not (path.exists() and len(read(path)[1]) >= 4):
+
+    def recorded():
+        with contextlib.suppress(RecordingError):  # there is no file yet, or an empty one
+            return len(read(path)[1])
+        return 0
+
+    while process.poll() is None and recorded() < 4:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

@@ -390,10 +390,10 @@ def test_a_program_prints_and_draws(example, pictures, says, tmp_path, capsys):
 
 def test_a_program_runs_by_its_path_and_a_wrong_chip_ends_it_in_a_sentence():
     ran = subprocess.run(
-        [sys.executable, SEEDS / "memory_limits.py", "--hardware", "b200"], capture_output=True, text=True
+        [sys.executable, SEEDS / "memory_limits.py", "--hardware", "h300"], capture_output=True, text=True
     )
     assert ran.returncode == 2
-    assert "no hardware 'b200'; did you mean 'NVIDIA H200'? (known: NVIDIA H200" in ran.stderr
+    assert "no hardware 'h300'; did you mean 'NVIDIA H200'? (known: NVIDIA H200" in ran.stderr
 
 
 def test_footprints_of_teaching_kernels_hold_for_many_schedules_at_once():

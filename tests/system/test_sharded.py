@@ -242,7 +242,7 @@ def test_jax_tells_programs_apart_by_all_that_decides_how_their_parts_are_answer
         "target": "NVIDIA H200",
         "plan": plan,
         "generation": 1,
-        "sure": 0.5,
+        "loss_per_gain": 0.5,
         "divided": True,
         "excluded": frozenset({"xla"}),
     }
