@@ -132,10 +132,9 @@ def needed_buffer_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -
 
     A bench holds its rotating operands, its results, and a reference for each variant of the operands. While a finalist
     is confirmed, it also holds the operands and the reference of a second draw, and temporarily random numbers and
-    operands in float32. While XLA
-    autotunes a library program, the bench holds no results. XLA then allocates two results of its own, and its own
-    operands, which take less memory than the second draw. A bench that moves keeps the operands of its draws, and
-    copies one set at a time.
+    operands in float32. While XLA autotunes a library program, the bench holds no results. XLA then allocates two
+    results of its own, and its own operands, which take less memory than the second draw. A bench that moves keeps the
+    operands of its draws, and copies one set at a time.
     """
     sets = rotating_sets(problem, hardware) if timing_conditions(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), _result_bytes(problem)

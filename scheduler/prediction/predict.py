@@ -101,14 +101,17 @@ def choose(
     schedule: Schedule | None = None
     near_by, words = "", f" (from {sibling}, scaled)" if sibling else ""
     if closest is not None:
-        # The remaining error there, which the fit does not explain, weighted by half for each doubling.
-        error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
+        # The remaining error there, which the fit does not explain, weighted by half for each doubling. Times of a
+        # sibling do not correct a factor that was measured on this chip.
+        corrects = bool(sibling) or closest.neighbour.hardware == hardware
+        if corrects:
+            error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
         record = closest.neighbour.record
         at += ", estimated" if record.estimated else ", imported" if record.imported else ""
         at += f", from {closest.neighbour.hardware.kind}, scaled" if closest.neighbour.hardware != hardware else ""
-        words = f" (corrected by the times of {at})"
+        words = f" (corrected by the times of {at})" if corrects else ""
         here = modelled_s(kernel, problem, hardware, model, closest.entry.schedule)
         checked = here is not None and (needed or is_verified(kernel, problem, hardware, closest.entry.schedule))
         if not kernel.library and here is not None and checked and here <= closest.objection * pruned.predicted_s[0]:

@@ -96,13 +96,13 @@ def _probe(operation: Operation[Any], hardware: Hardware, record: Record, entry:
         return None
     if there is None or kernel.version != entry.version or illegal(kernel, problem, hardware, entry.schedule):
         return None
-    ratio = [
+    here_s, there_s = (
         modelled_s(kernel, problem, chip, model_of(operation, kernel, chip), entry.schedule)
         for chip in (hardware, there)
-    ]
-    if ratio[0] is None or ratio[1] is None:
+    )
+    if here_s is None or there_s is None:
         return None
-    return Probe(operation, problem, entry, entry.measurement.median_s * ratio[0] / ratio[1])
+    return Probe(operation, problem, entry, entry.measurement.median_s * here_s / there_s)
 
 
 def measure(

@@ -9,6 +9,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.model.constants import calibrations
 from scheduler.model.pruning import illegal
 from scheduler.prediction.predict import choose
+from scheduler.prediction.transfer import WORTH_A_TRIAL, nearest
 from scheduler.search.probes import MOST_PROBES, corrected, measure, probes
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -62,11 +63,16 @@ def test_a_corrected_calibration_has_the_median_error_and_no_uncertainty_of_anot
     made = corrected(H100, NOW, errors)
     borrowed = calibrations("matmul", H100)
     fitted = {one.backend: one for one in made if one.operation == "matmul"}
+    records = list(shipped().records(operation="matmul", hardware=H200.id))
+    near = nearest(MATMUL, MatmulProblem(2048, 3072, 4096), H100, records, within=WORTH_A_TRIAL)
+    assert near
     assert fitted["mosaic_gpu"].constants["scale"] == pytest.approx(SLOWER * borrowed["mosaic_gpu"].constants["scale"])
     for backend in fitted:
         kernel, problem = MATMUL.kernel(backend), MatmulProblem(2048, 3072, 4096)
         before, after = (choose(MATMUL, kernel, problem, H100, each, ()) for each in (borrowed, fitted))
         assert after.predicted_s == pytest.approx(SLOWER * before.predicted_s, rel=0.01)
+        beside_a_sibling = choose(MATMUL, kernel, problem, H100, fitted, near)
+        assert beside_a_sibling.predicted_s == after.predicted_s, "the sibling's times do not undo the correction"
         assert after.deviation < before.deviation
 
     store = Store(":memory:")
