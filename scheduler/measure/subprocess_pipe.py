@@ -10,15 +10,17 @@ import contextlib
 import functools
 import math
 import os
+import queue
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import IO
 
 from scheduler.core.interrupts import WAKE_S
@@ -47,9 +49,13 @@ class Children:
     """Starts processes, which stop when this object is shut down, or with this process, however it ends."""
 
     def __init__(self) -> None:
-        # Linux sends the parent-death signal when the forking thread ends (prctl(2)), so a permanent thread forks.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scheduler-children")
+        # Linux sends the parent-death signal when the forking thread ends (prctl(2)), so a permanent thread forks. The
+        # thread is a daemon, because Python joins all others, such as an executor's, before exit handlers run.
+        self._thread = threading.Thread(target=self._work, name="scheduler-children", daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Child], Future[Child]] | None] = queue.SimpleQueue()
+        self._lock, self._shut = threading.Lock(), False  # nothing follows None in the queue
         self._servers: dict[tuple[str, ...], ForkServer] = {}
+        self._thread.start()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], *, forked: bool = False) -> Child:
         """Runs Python with `arguments` (`fork_server.start`).
@@ -62,10 +68,23 @@ class Children:
           EOFError: the system cannot start a process; the message gives the reason.
         """
         command = [sys.executable, *arguments]
+        started: Future[Child] = Future()
+        with self._lock:
+            if self._shut:
+                raise EOFError("no process can be started: all were shut down")
+            self._calls.put((functools.partial(self._start, command, environment, forked), started))
         try:
-            return self._thread.submit(self._start, command, environment, forked).result()
+            return started.result()
         except (OSError, RuntimeError) as error:
             raise EOFError(f"no process can be started: {error}") from error
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            start_child, started = call
+            try:
+                started.set_result(start_child())
+            except BaseException as error:
+                started.set_exception(error)
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], forked: bool) -> Child:
         if not forked:
@@ -82,7 +101,10 @@ class Children:
     def shut_down(self) -> None:
         for server in list(self._servers.values()):
             server.kill()
-        self._thread.shutdown()
+        with self._lock:
+            self._shut = True
+            self._calls.put(None)
+        self._thread.join()
         for server in self._servers.values():
             server.close()
 

@@ -258,6 +258,26 @@ def test_no_worker_outlives_its_parent(then, status):
     assert all(gone(pid) for pid in workers)
 
 
+STILL_RUNNING = """
+import atexit, os
+@atexit.register
+def look():
+    time.sleep(1)
+    for pid in pool._measuring.pid, *pool._compilers.pids:
+        os.kill(pid, 0)
+        state = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+        print(state in "ZX", flush=True)
+"""
+
+
+@pytest.mark.one_jax
+def test_workers_run_until_exit_handlers_stop_them_because_other_threads_may_still_use_them():
+    # A handler that is registered after the pool's runs before it.
+    command = [sys.executable, "-c", ORPHANS.format(then=STILL_RUNNING)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert (ended.stdout.split()[3:], ended.stderr) == (["False"] * 3, "")
+
+
 @pytest.mark.one_jax
 def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_the_models_answer(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
