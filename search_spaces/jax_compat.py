@@ -264,6 +264,11 @@ def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.Shape
     return aval
 
 
+def key_functions(dtype: Any) -> Any:
+    """Returns the implementation of random keys of a dtype: its functions `random_bits`, `split` and `fold_in`."""
+    return dtype._impl
+
+
 def has_explicit_axes(args: Sequence[Any]) -> bool:
     """Returns whether an argument's type names a mesh with explicit axes: its operations must declare a sharding."""
     return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)

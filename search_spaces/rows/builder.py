@@ -129,6 +129,8 @@ class Builder:
                 return inputs[0]
             case ("neg", _) if (inner := self.made_by(inputs[0], "neg")) is not None:
                 return inner.inputs[0]
+            case ("shift_left" | "shift_right_logical", [_, b]) if b is not None and b >= 32:
+                return Number(0.0, "int32")
             case ("where", [p, _, _]) if p is not None:
                 return inputs[1] if p else inputs[2]
             case ("where", _) if inputs[1] == inputs[2]:
@@ -200,11 +202,12 @@ class Builder:
     def convert(self, atom: Atom, before: Any, after: Any) -> Atom:
         """Returns a value of dtype `before`, as JAX sees it, converted to `after`."""
         before, after = str(jnp.dtype(before)), str(jnp.dtype(after))
-        if before == after:
+        if before == after or {before, after} == {"int32", "uint32"}:
             return atom
         if isinstance(atom, Number):
-            value = np.asarray(atom.value).astype(jnp.dtype(after)).astype(np.float64)
-            return Number(float(value), within(after))
+            return number_of(np.asarray(atom.value).astype(jnp.dtype(after)))
+        if "uint32" in (before, after) and (jnp.issubdtype(before, jnp.floating) or jnp.issubdtype(after, jnp.floating)):
+            raise NoProgram(f"converts {before} to {after}: convert to int32 between")
         kinds = within(before), within(after)
         match kinds:
             case ("float32", "float32"):
@@ -228,6 +231,8 @@ class Builder:
                 return self.emit("bool_to_int", atom, dtype="int32")
         if jnp.iinfo(after).bits >= jnp.iinfo(before).bits and jnp.iinfo(after).bits <= 32:
             return atom
+        if before == "uint32" and after in ("uint8", "uint16"):
+            return self.emit("and", atom, Number(float(jnp.iinfo(after).max), "int32"))
         raise NoProgram(f"converts {before} to {after}, which kernels on rows do not")
 
     def _rounded(self, atom: Atom, dtype: str) -> Atom:
@@ -247,6 +252,14 @@ class Builder:
             return self.operands[self.inputs[atom].operand].dtype
         rounded = self.made_by(atom, "round")
         return str(rounded.params[0]) if rounded else ""
+
+
+def number_of(x: Any) -> Number:
+    """Returns a number of NumPy as a literal; of uint32 its bits as int32."""
+    value = np.asarray(x)
+    if value.dtype == np.uint32:
+        value = value.view(np.int32)
+    return Number(float(value), "bool" if value.dtype == np.bool_ else within(str(value.dtype)))
 
 
 def _later(x: Atom, y: Atom) -> bool:

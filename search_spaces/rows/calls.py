@@ -15,6 +15,7 @@ from search_spaces.front_end import lead, require_array, unsupported_reason, wea
 from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
+from search_spaces.rows.keys import is_key, key_of, words_of
 from search_spaces.rows.named import Formula, FormulaProblem
 from search_spaces.rows.problem import ProgramProblem, RowProblem
 from search_spaces.rows.reader import trace
@@ -121,11 +122,14 @@ class RowFunction:
 
     Attributes:
       scalars: names of the arguments with one element per row.
+      keys: for each argument that is a random key, its place, its implementation, and the number of its words, which
+        are arguments in its place.
     """
 
     function: Callable[..., Any]
     names: tuple[str, ...]
     scalars: tuple[str, ...]
+    keys: tuple[tuple[int, Any, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -133,14 +137,35 @@ class RowFunction:
 
     def given(self, statics: Sequence[tuple[str, Any, type]]) -> Callable[..., Any]:
         """Returns the function of arrays alone."""
-        return functools.partial(self.function, **{name: value for name, value, _ in statics})
+        run = functools.partial(self.function, **{name: value for name, value, _ in statics})
+        return functools.partial(self._with_keys, run) if self.keys else run
+
+    def _with_keys(self, run: Callable[..., Any], *arrays: Any) -> Any:
+        args = list(arrays)
+        for place, impl, count in self.keys:
+            args[place : place + count] = [key_of(args[place : place + count], impl)]
+        return run(*args)
+
+    def of_words(self, arrays: Sequence[Any]) -> tuple[RowFunction, tuple[Any, ...]]:
+        """Returns the function and its arguments with the words of random keys in place of the keys."""
+        names, args, keys = list(self.names), list(arrays), []
+        for place in reversed(range(len(args))):
+            if is_key(args[place]):
+                words = words_of(args[place])
+                keys.append((place, jax.random.key_impl(args[place]), len(words)))
+                args[place : place + 1] = words
+                names[place : place + 1] = [f"{names[place]}, word {i}" for i in range(len(words))]
+        of_keys = tuple(name for name in names if name not in self.names)
+        # The last key was replaced first: joining from the first on finds each at its place.
+        return dataclasses.replace(self, names=tuple(names), scalars=(*self.scalars, *of_keys), keys=tuple(keys[::-1])), tuple(args)
 
 
 def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
     """Binds a call of a function of one row.
 
     Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
-    one element per row. All rows share the others. Each of `statics` is a name, a hashable value, and its type.
+    one element per row, as random keys have. All rows share the others. Each of `statics` is a name, a hashable value,
+    and its type.
     """
     for name, x in zip(function.names, arrays, strict=False):
         require_array(name, x)
@@ -148,9 +173,13 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
     kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=False)]
     named = tuple(statics)
     answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
-    reason = unsupported_reason(dict(zip(function.names, arrays, strict=False))) or weakly_typed(*arrays)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays if isinstance(x, jax.Array)):
-        reason = f"{function.name} takes a random key, which kernels on rows do not"
+    reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
+    if any(map(is_key, arrays)) and not jax.config.read("jax_threefry_partitionable"):
+        reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
+    if reason is None and leading:
+        function, arrays = function.of_words(arrays)
+        kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=True)]
+        reason = weakly_typed(*arrays)
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
     shapes = tuple(
@@ -177,7 +206,11 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
 
 def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) -> str:
     shape = jnp.shape(x)
-    if name in function.scalars:
+    if is_key(x) and shape != leading:
+        raise ValueError(
+            f"{name} has shape {shape}: each row draws from a key of its own, as of jax.random.split(key, {leading})"
+        )
+    if name in function.scalars or is_key(x):
         if shape != leading:
             raise ValueError(f"{name} has shape {shape}; one element for each row needs {leading}")
         return "scalar"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from search_spaces.random_bits import WORDS, threefry2x32
 
 F32 = np.float32
 BIG = float(np.finfo(np.float32).max)
@@ -118,10 +122,15 @@ ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
     "shift_left": lambda x, y: lax.shift_left(x, y),
     "shift_right_arithmetic": lambda x, y: lax.shift_right_arithmetic(x, y),
     "shift_right_logical": lambda x, y: lax.shift_right_logical(x, y),
+    "bitcast": lambda x, dtype: lax.bitcast_convert_type(x, dtype),
+    "threefry2x32_13": lambda *x: threefry2x32(*x[:4], rounds=13)[x[4]],
+    "threefry2x32_20": lambda *x: threefry2x32(*x[:4], rounds=20)[x[4]],
     "where": _where,
 }
 
-# FP32 and special-function instructions of one element; all others take one instruction.
+# FP32 and special-function instructions of one element; all others take one instruction. A random generator has integer
+# instructions, of which an SM of an H100 issues half as many. Its last steps alone differ between the two words:
+# `threefry13` draws one of them, JAX's generator both.
 COSTS: Mapping[str, tuple[float, float]] = {
     "exp": (1, 1),
     "exp2": (0, 1),
@@ -141,6 +150,8 @@ COSTS: Mapping[str, tuple[float, float]] = {
     "sign": (3, 0),
     "int_div": (15, 1),
     "rem": (16, 1),
+    "threefry2x32_13": (94, 0),
+    "threefry2x32_20": (71, 0),
 }
 
 
@@ -168,6 +179,11 @@ def clamped(maximum: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(maximum, F32(-BIG)), F32(BIG))
 
 
+def _word(name: str, *inputs: Any) -> jax.Array:
+    found: jax.Array = WORDS[name](*inputs[:4])[inputs[4]]
+    return found
+
+
 # Equations that XLA computes by functions of its own.
 OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "tanh": jnp.tanh,
@@ -177,6 +193,7 @@ OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "floor": jnp.floor,
     "ceil": jnp.ceil,
     "round": lambda x, dtype, bounded=False: x.astype(dtype).astype(x.dtype),
+    **{name: functools.partial(_word, name) for name in WORDS},
 }
 
 

@@ -14,10 +14,12 @@ import numpy as np
 from jax import lax
 
 from search_spaces.recognise import Inlined, Node, Value, graph
-from search_spaces.rows.builder import Builder, NoProgram
+from search_spaces.random_bits import WORDS
+from search_spaces.rows.builder import Builder, NoProgram, number_of
 from search_spaces.rows.elementwise import SAME_NAMES
-from search_spaces.rows.program import Atom, Number, Operand, Program, Result, within
-from search_spaces.rows.shapes import Array, Shapes, broadcast, columns_of, no_shape, objects, segments_of
+from search_spaces.rows.keys import LEAST, Keys, is_key, require_signed
+from search_spaces.rows.program import Atom, Number, Operand, Program, Result
+from search_spaces.rows.shapes import Array, broadcast, columns_of, no_shape, objects, segments_of
 
 
 def trace(
@@ -56,8 +58,9 @@ def trace(
     return _Reader(shapes, kinds, None, columns, hoists).program(traced, nodes, summed), 1
 
 
-# JAX 0.12 differentiates the error function by exp(-x^2), and computes that from the bits of x.
-_WHOLE = frozenset({"exp_neg_sq"})
+# JAX 0.12 differentiates the error function by exp(-x^2), and computes that from the bits of x. The words of a random
+# generator are one equation each, so that the text of a program stays short.
+_WHOLE = frozenset({"exp_neg_sq", *WORDS})
 
 
 def _nodes(items: Iterable[Node | Inlined]) -> Iterator[Node]:
@@ -72,13 +75,13 @@ def _nodes(items: Iterable[Node | Inlined]) -> Iterator[Node]:
 
 
 def _name_of_body(call: Any) -> str:
-    body = call.params.get("call_jaxpr")
+    body = call.params.get("call_jaxpr", call.params.get("jaxpr"))
     return str(getattr(getattr(getattr(body, "jaxpr", body), "debug_info", None), "func_name", ""))
 
 
 def _constants(jaxpr: Any) -> dict[Any, Value]:
     return {
-        var: Value(np.shape(x), np.asarray(x).dtype, literal=x)
+        var: Value(np.shape(x), jnp.asarray(x).dtype if is_key(x) else np.asarray(x).dtype, literal=x)
         for var, x in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
     }
 
@@ -93,7 +96,7 @@ def _require_narrow(dtype: Any) -> None:
 _COPIES = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "reshard", "pcast"})
 
 
-class _Reader(Shapes):
+class _Reader(Keys):
     """Translates the equations of one jaxpr."""
 
     def __init__(
@@ -169,25 +172,25 @@ class _Reader(Shapes):
         if value not in self.arrays:
             if value.literal is None:
                 raise NoProgram("reads an array that it captures: pass the array as an argument")
+            if is_key(value):
+                self._random_seed(value)
             number = np.asarray(value.literal)
             if number.size != 1:
                 if number.size and (number == number.flat[0]).all():
-                    return self._full(_number(number.flat[0]), value.shape)
+                    return self._full(number_of(number.flat[0]), value.shape)
                 raise NoProgram(f"captures an array of shape {number.shape}: pass the array as an argument")
-            return Array(objects([_number(number.reshape(()))], value.shape), vector=False)
+            return Array(objects([number_of(number.reshape(()))], value.shape), vector=False)
         return self.arrays[value]
 
     def _read(self, node: Node) -> None:
         for result in node.results:
-            if getattr(result.dtype, "itemsize", 0) > 4 and not _unused(result):
+            if getattr(result.dtype, "itemsize", 0) > 4 and not is_key(result) and not _unused(result):
                 _require_narrow(result.dtype)
         if node.name in _COPIES:
             for result, value in zip(node.results, node.inputs, strict=True):
                 self.arrays[result] = self._array(value)
             return
-        if node.name == "split":
-            self._split(node)
-            return
+        require_signed(node)
         method = getattr(self, f"_{node.name}", None)
         if node.name in SAME_NAMES or node.name in ("div", "rem"):
             found = self._elementwise(node, self._named(node))
@@ -195,7 +198,7 @@ class _Reader(Shapes):
             raise NoProgram(f"uses {node.name}, which kernels on rows do not compute")
         else:
             found = method(node)
-        self.arrays[node.results[0]] = found
+        self.arrays.update(zip(node.results, found if isinstance(found, list) else [found], strict=False))
 
     def _named(self, node: Node) -> str:
         floating = jnp.issubdtype(node.inputs[0].dtype, jnp.floating)
@@ -211,7 +214,18 @@ class _Reader(Shapes):
         arrays = [self._array(x) for x in node.inputs]
         if any(x.summed for x in arrays):
             return self._of_sums(name, arrays)
-        return self._map(lambda *atoms: self.make.emit(name, *atoms), *map(self._array, node.inputs))
+        if name in ("lt", "le", "gt", "ge") and node.inputs[0].dtype == jnp.uint32:
+            arrays = [self._map(lambda atom: self.make.emit("xor", atom, LEAST), x) for x in arrays]
+        return self._map(lambda *atoms: self.make.emit(name, *atoms), *arrays)
+
+    def _inlined(self, function: Callable[..., Any], node: Node, *arrays: Array) -> Array:
+        shapes = [jax.ShapeDtypeStruct(x.blocks.shape, jnp.uint32) for x in arrays]
+        jaxpr = jax.make_jaxpr(function)(*shapes)
+        traced = graph(jaxpr.jaxpr, _constants(jaxpr))
+        self.arrays.update(zip(traced.inputs, arrays, strict=True))
+        for each in _nodes(traced.items):
+            self._read(each)
+        return self._array(traced.results[0])
 
     def _of_sums(self, name: str, arrays: Sequence[Array]) -> Array:
         """Returns a linear function of sums over segments as the sum of that function of each segment."""
@@ -386,22 +400,6 @@ class _Reader(Shapes):
         shape = () if self.segments is None else (1,)
         return Array(objects([make.convert(first, "float32", "int32")], shape), vector=False, mapped=x.mapped)
 
-    def _iota(self, node: Node) -> Array:
-        shape, axis = node.params["shape"], node.params["dimension"]
-        if self.segments is not None and shape in (self.segments, (self.columns,)) and axis == len(shape) - 1:
-            return Array(objects([self._column(0, node.params["dtype"])], (1,)), vector=True, mapped=len(shape) == 2)
-        if self.segments is not None or axis != len(shape) - 1 or shape[-1] % self.columns:
-            no_shape(node)
-        parts = [self._column(part, node.params["dtype"]) for part in range(shape[-1] // self.columns)]
-        blocks = np.broadcast_to(objects(parts, (len(parts),)), (*shape[:-1], len(parts)))
-        return Array(blocks, vector=True)
-
-    def _column(self, part: int, dtype: Any = np.int32) -> Atom:
-        column = self.make.emit("index", dtype="int32")
-        if part:
-            column = self.make.emit("add", column, Number(float(part * self.columns), "int32"))
-        return self.make.convert(column, "int32", dtype)
-
     def _chosen(self, x: Array, index: Atom, otherwise: Callable[[Atom], Atom]) -> list[Atom]:
         """Returns, for each part of a row, the part with all but the element at `index` replaced."""
         found = []
@@ -474,10 +472,3 @@ class _Reader(Shapes):
 
 def _unused(value: Value) -> bool:
     return value.node is not None and not value.node.users
-
-
-def _number(x: Any) -> Number:
-    value = np.asarray(x)
-    if value.dtype == np.bool_:
-        return Number(float(value), "bool")
-    return Number(float(value), within(str(value.dtype)))

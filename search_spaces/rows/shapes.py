@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.recognise import Node, Value
 from search_spaces.rows.builder import Builder, NoProgram
-from search_spaces.rows.program import Atom
+from search_spaces.rows.program import Atom, Number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,14 +133,51 @@ class Shapes(abc.ABC):
             where.append(slice(start // unit, limit // unit))
         return Array(x.blocks[tuple(where)], x.vector)
 
-    def _split(self, node: Node) -> None:
+    def _iota(self, node: Node) -> Array:
+        shape, axis = node.params["shape"], node.params["dimension"]
+        if self.segments is not None and shape in (self.segments, (self.columns,)) and axis == len(shape) - 1:
+            return Array(objects([self._column(0, node.params["dtype"])], (1,)), vector=True, mapped=len(shape) == 2)
+        if self.segments is not None or axis != len(shape) - 1:
+            no_shape(node)
+        counted = self._counted(node, shape[-1:], node.params["dtype"])
+        return Array(np.broadcast_to(counted.blocks, (*shape[:-1], *counted.blocks.shape)), counted.vector)
+
+    def _counted(self, node: Node, shape: tuple[int, ...], dtype: Any = np.int32) -> Array:
+        """Returns an array whose elements are numbered in order, from 0."""
+        if self.segments is None and shape[-1] % self.columns == 0:
+            parts = [self._column(part, dtype) for part in range(math.prod(shape) // self.columns)]
+            return Array(objects(parts, (*shape[:-1], shape[-1] // self.columns)), vector=True)
+        if math.prod(shape) > MOST_PARTS:
+            no_shape(node)
+        numbers = [self.make.convert(Number(float(x), "int32"), "int32", dtype) for x in range(math.prod(shape))]
+        return Array(objects(numbers, shape), vector=False)
+
+    def _column(self, part: int, dtype: Any = np.int32) -> Atom:
+        column = self.make.emit("index", dtype="int32")
+        if part:
+            column = self.make.emit("add", column, Number(float(part * self.columns), "int32"))
+        return self.make.convert(column, "int32", dtype)
+
+    def _split(self, node: Node) -> list[Array]:
         x, axis = self._array(node.inputs[0]), node.params["axis"]
         unit = self.columns if x.vector and axis == x.blocks.ndim - 1 else 1
         if self.segments is not None or any(size % unit for size in node.params["sizes"]):
             no_shape(node)
         ends = np.cumsum([size // unit for size in node.params["sizes"]])[:-1].tolist()
-        for result, part in zip(node.results, np.split(x.blocks, ends, axis=axis), strict=True):
-            self.arrays[result] = Array(part, x.vector)
+        return [Array(part, x.vector) for part in np.split(x.blocks, ends, axis=axis)]
+
+    def _unstack(self, node: Node) -> list[Array]:
+        x, axis = self._array(node.inputs[0]), node.params["axis"]
+        if self.segments is not None or (x.vector and axis == x.blocks.ndim - 1):
+            no_shape(node)
+        return [Array(np.asarray(part, object), x.vector) for part in np.moveaxis(x.blocks, axis, 0)]
+
+    def _stack(self, node: Node) -> Array:
+        arrays, axis = [self._array(x) for x in node.inputs], node.params["axis"]
+        vector = arrays[0].vector
+        if self.segments is not None or {x.vector for x in arrays} != {vector} or (vector and axis == arrays[0].blocks.ndim):
+            no_shape(node)
+        return Array(np.stack([x.blocks for x in arrays], axis=axis), vector)
 
     def _concatenate(self, node: Node) -> Array:
         arrays, axis = [self._array(x) for x in node.inputs], node.params["dimension"]
@@ -194,6 +232,8 @@ def columns_of(nodes: Sequence[Node], shapes: Sequence[jax.ShapeDtypeStruct], ki
     if not lengths:
         raise NoProgram("has no row to compute")
     for node in nodes:
+        if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype == jnp.uint32 for x in node.inputs):
+            continue  # words of random keys, and bits, are no parts of rows
         if node.name == "slice" and node.inputs[0].shape:
             lengths += [node.params["start_indices"][-1], node.params["limit_indices"][-1]]
         elif node.name == "split" and node.params["axis"] == len(node.inputs[0].shape) - 1:
