@@ -16,7 +16,7 @@ Philox-2x32 needs 130, because Pallas has no upper half of a product (13 instruc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -28,10 +28,6 @@ from jax.extend import random as extended
 # Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
-
-# Calls of these functions in a jaxpr are one equation of a program.
-WORDS: dict[str, Callable[..., tuple[Any, Any]]] = {}
-
 
 def threefry2x32(key0: Any, key1: Any, count0: Any, count1: Any, *, rounds: int) -> tuple[Any, Any]:
     """Returns two words of random bits for a key of two words and a counter of two words, all uint32 or all int32."""
@@ -52,16 +48,20 @@ def threefry2x32(key0: Any, key1: Any, count0: Any, count1: Any, *, rounds: int)
     return x, y
 
 
-def _named(rounds: int) -> Callable[..., tuple[Any, Any]]:
-    def words(*args: Any) -> tuple[Any, Any]:
-        return threefry2x32(*args, rounds=rounds)
+@jax.jit
+def threefry2x32_20(*args: Any) -> tuple[Any, Any]:
+    """Computes `threefry2x32` with 20 rounds by JAX's primitive."""
+    unsigned = [lax.bitcast_convert_type(x, jnp.uint32) for x in jnp.broadcast_arrays(*args)]
+    first, second = extended.threefry2x32_p.bind(*unsigned)
+    return lax.bitcast_convert_type(first, args[0].dtype), lax.bitcast_convert_type(second, args[0].dtype)
 
-    words.__name__ = f"threefry2x32_{rounds}"
-    WORDS[words.__name__] = jax.jit(words)
-    return WORDS[words.__name__]
 
-
-JAXS, _FEWER = _named(20), _named(13)
+@jax.jit
+def threefry2x32_13(*args: Any) -> tuple[Any, Any]:
+    """Computes `threefry2x32` with 13 rounds by XLA."""
+    words = functools.partial(threefry2x32, rounds=13)
+    # XLA for CPUs fuses the derivation of a key into each use of the key, and compiles for minutes.
+    return lax.platform_dependent(*args, cpu=lambda *x: lax.optimization_barrier(words(*x)), default=words)
 
 
 # ------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def _random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> ja
     if count > 2**32:
         raise NotImplementedError(f"threefry13 draws at most 2^32 elements at once, not {count}: split the key")
     counter = lax.iota(np.uint32, count).reshape(shape)
-    first, second = _FEWER(words[0], words[1], np.uint32(0), counter)
+    first, second = threefry2x32_13(words[0], words[1], np.uint32(0), counter)
     if bit_width == 64:
         return first.astype(np.uint64) << np.uint64(32) | second.astype(np.uint64)
     return jnp.broadcast_to(first, shape).astype(f"uint{bit_width}")

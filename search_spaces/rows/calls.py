@@ -174,7 +174,7 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
     named = tuple(statics)
     answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
-    if any(map(is_key, arrays)) and not jax.config.read("jax_threefry_partitionable"):
+    if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:
         reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
     if reason is None and leading:
         function, arrays = function.of_words(arrays)

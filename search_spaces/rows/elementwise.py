@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.random_bits import WORDS, threefry2x32
+from search_spaces.random_bits import threefry2x32, threefry2x32_13, threefry2x32_20
 
 F32 = np.float32
 BIG = float(np.finfo(np.float32).max)
@@ -179,11 +177,6 @@ def clamped(maximum: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.maximum(maximum, F32(-BIG)), F32(BIG))
 
 
-def _word(name: str, *inputs: Any) -> jax.Array:
-    found: jax.Array = WORDS[name](*inputs[:4])[inputs[4]]
-    return found
-
-
 # Equations that XLA computes by functions of its own.
 OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "tanh": jnp.tanh,
@@ -193,7 +186,8 @@ OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "floor": jnp.floor,
     "ceil": jnp.ceil,
     "round": lambda x, dtype, bounded=False: x.astype(dtype).astype(x.dtype),
-    **{name: functools.partial(_word, name) for name in WORDS},
+    "threefry2x32_13": lambda *x: threefry2x32_13(*x[:4])[x[4]],
+    "threefry2x32_20": lambda *x: threefry2x32_20(*x[:4])[x[4]],
 }
 
 
