@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         tuned_matmul,
         tuned_scaled_matmul,
     )
+    from search_spaces.random_bits import threefry13
 
 __all__ = [
     "CacheMiss",
@@ -78,6 +79,7 @@ __all__ = [
     "rewrite",
     "rows",
     "target",
+    "threefry13",
     "tune",
     "tune_function",
     "tuned",
@@ -111,6 +113,7 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
+    "threefry13": "search_spaces.random_bits",
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
 _HOMES |= dict.fromkeys(("tuned_gated_ragged_dot", "tuned_ragged_dot"), "scheduler.grouped_calls")
