@@ -324,11 +324,14 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
 
     The decorated function is ``f(*arrays, on_miss=None, backends=None, schedule=None, **statics)``. The first array has
     the leading axes, ``[..., columns]``. Arrays with as many axes are rows, too, and the function takes one row of
-    each. Arrays that `scalars` names have one element per row, ``[...]``, of which the function takes a scalar. All
-    rows share other arrays, such as weights. Keyword-only parameters are static and hashable.
+    each. Arrays that `scalars` names have one element per row, ``[...]``, of which the function takes a scalar. So have
+    random keys: ``jax.random.split(key, x.shape[:-1])``. All rows share other arrays, such as weights. Keyword-only
+    parameters are static and hashable.
 
     The function may use elementwise functions, sums, maxima and minima over the whole row, `argmax`, an element at an
-    index, equal parts of a row (slices, `jnp.split`, `jnp.concatenate`) and reshapes of a row to equal segments. It
+    index, equal parts of a row (slices, `jnp.split`, `jnp.concatenate`) and reshapes of a row to equal segments. Of a
+    key it may use `jax.random.bits`, `uniform`, `bernoulli`, `split` and `fold_in`: the bits are those of `jax.vmap`,
+    and the backward pass draws them again. Keys of the implementation `threefry13` draw at less cost. The function
     returns rows, scalars, or a pytree of both. Kernels compute in float32, and round where the function does.
 
     Works wherever `tuned_matmul` works. The gradient is derived from that of the function, and is a tuned call, too.
@@ -346,6 +349,7 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
     Raises:
       TypeError: a parameter that takes any number of arguments, no array, or names in `scalars` that are no parameters
         or are the first; in calls also an argument that is no array, or a static argument that is not hashable.
+      ValueError: in calls, a shape that does not fit the leading axes, such as a random key for all rows.
       NotImplementedError: a second derivative, if the function has rules for the first that are not those of its
         equations (a straight-through estimator).
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.

@@ -1,17 +1,17 @@
 """The random generator Threefry-2x32, and `threefry13`: random keys that draw with 13 of its 20 rounds.
 
-Integer instructions of an H100 to draw 32 bits, at 64 per clock and SM, and the time of 10^9 elements:
+Instructions of an H100 to draw 32 bits, in the machine code of dropout, and expected milliseconds of 10^9 elements:
 
-  ==================  ============  =======
-  generator           instructions     time
-  ==================  ============  =======
-  JAX's threefry2x32            71   4.8 ms
-  `threefry13`                  47   3.2 ms
-  ==================  ============  =======
+  ==================  ============  ==================  ====
+  generator           instructions  of those, ALU only    ms
+  ==================  ============  ==================  ====
+  JAX's threefry2x32            67                  45   3.0
+  `threefry13`                  40                  27   1.8
+  ==================  ============  ==================  ====
 
-Memory needs 1.2 ms for bfloat16 rows that are read and written, and 2.4 ms if a residual and a sum are, too. A round is
-an addition, a rotation and an exclusive or. Keys are added after each fourth round. JAX's bits also join both words.
-Philox-2x32 needs 130, because Pallas has no upper half of a product (13 instructions for each of ten).
+Memory needs 1.2 ms for bfloat16 rows that are read and written, and 2.4 ms if a residual and a sum are, too. The ALUs
+of an SM compute 64 rotations, exclusive ors or additions per clock; ptxas leaves most additions to other units. Each of
+Philox-2x32's ten rounds needs some 13 instructions, because Pallas has no upper half of a product.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jax.extend import random as extended
 # Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
+
 
 def threefry2x32(key0: Any, key1: Any, count0: Any, count1: Any, *, rounds: int) -> tuple[Any, Any]:
     """Returns two words of random bits for a key of two words and a counter of two words, all uint32 or all int32."""
@@ -73,7 +74,6 @@ def _key(words: jax.Array) -> jax.Array:
 
 
 def _random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    # The shape of a counter of 64 bits, without 64-bit integers; its upper word is 0 in arrays of fewer elements.
     count = int(np.prod(shape))
     if count > 2**32:
         raise NotImplementedError(f"threefry13 draws at most 2^32 elements at once, not {count}: split the key")

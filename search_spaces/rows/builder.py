@@ -206,7 +206,9 @@ class Builder:
             return atom
         if isinstance(atom, Number):
             return number_of(np.asarray(atom.value).astype(jnp.dtype(after)))
-        if "uint32" in (before, after) and (jnp.issubdtype(before, jnp.floating) or jnp.issubdtype(after, jnp.floating)):
+        if "uint32" in (before, after) and (
+            jnp.issubdtype(before, jnp.floating) or jnp.issubdtype(after, jnp.floating)
+        ):
             raise NoProgram(f"converts {before} to {after}: convert to int32 between")
         kinds = within(before), within(after)
         match kinds:

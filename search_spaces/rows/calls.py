@@ -157,7 +157,9 @@ class RowFunction:
                 names[place : place + 1] = [f"{names[place]}, word {i}" for i in range(len(words))]
         of_keys = tuple(name for name in names if name not in self.names)
         # The last key was replaced first: joining from the first on finds each at its place.
-        return dataclasses.replace(self, names=tuple(names), scalars=(*self.scalars, *of_keys), keys=tuple(keys[::-1])), tuple(args)
+        return dataclasses.replace(
+            self, names=tuple(names), scalars=(*self.scalars, *of_keys), keys=tuple(keys[::-1])
+        ), tuple(args)
 
 
 def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
@@ -174,7 +176,7 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
     named = tuple(statics)
     answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
-    if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:
+    if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
     if reason is None and leading:
         function, arrays = function.of_words(arrays)

@@ -126,9 +126,8 @@ ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
     "where": _where,
 }
 
-# FP32 and special-function instructions of one element; all others take one instruction. A random generator has integer
-# instructions, of which an SM of an H100 issues half as many. Its last steps alone differ between the two words:
-# `threefry13` draws one of them, JAX's generator both.
+# FP32 and special-function instructions of one element; all others take one instruction. A random word counts twice the
+# instructions that only the ALUs compute (`random_bits`), which have half the rate; JAX's keys draw two words.
 COSTS: Mapping[str, tuple[float, float]] = {
     "exp": (1, 1),
     "exp2": (0, 1),
@@ -148,8 +147,8 @@ COSTS: Mapping[str, tuple[float, float]] = {
     "sign": (3, 0),
     "int_div": (15, 1),
     "rem": (16, 1),
-    "threefry2x32_13": (94, 0),
-    "threefry2x32_20": (71, 0),
+    "threefry2x32_13": (54, 0),
+    "threefry2x32_20": (45, 0),
 }
 
 

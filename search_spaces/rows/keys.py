@@ -20,7 +20,7 @@ from search_spaces.rows.shapes import Array, Shapes, objects
 
 def is_key(x: Any) -> bool:
     """Returns whether an array has random keys as elements."""
-    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    return bool(jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key))
 
 
 def words_of(key: Any) -> tuple[Any, ...]:

@@ -175,7 +175,11 @@ class Shapes(abc.ABC):
     def _stack(self, node: Node) -> Array:
         arrays, axis = [self._array(x) for x in node.inputs], node.params["axis"]
         vector = arrays[0].vector
-        if self.segments is not None or {x.vector for x in arrays} != {vector} or (vector and axis == arrays[0].blocks.ndim):
+        if (
+            self.segments is not None
+            or {x.vector for x in arrays} != {vector}
+            or (vector and axis == arrays[0].blocks.ndim)
+        ):
             no_shape(node)
         return Array(np.stack([x.blocks for x in arrays], axis=axis), vector)
 
@@ -206,7 +210,7 @@ def no_shape(node: Node) -> NoReturn:
     raise NoProgram(f"uses {node.name} of {shapes} to {node.results[0].shape}, which kernels on rows do not compute")
 
 
-def objects(atoms: Sequence[Atom], shape: Any) -> Any:
+def objects(atoms: Sequence[Any], shape: Any) -> Any:
     made = np.empty(len(atoms), object)
     for place, atom in enumerate(atoms):
         made[place] = atom

@@ -4,9 +4,9 @@ This file as a program writes the PTX of one schedule.
 """
 
 import functools
-import json
 import re
 import sys
+from pathlib import Path
 
 import hopper
 import jax
@@ -23,11 +23,10 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.problem import as_tuple
-from search_spaces.random_bits import threefry2x32
+from search_spaces.random_bits import threefry2x32, threefry2x32_13, threefry2x32_20
 from search_spaces.rows.hopper import HopperRows
 from search_spaces.rows.hopper.space import RowSchedule
 from search_spaces.rows.operation import ROWS
-from search_spaces.rows.program import parse
 from search_spaces.rows.tpu import TpuRows
 
 pytestmark = pytest.mark.slow_but_first
@@ -51,7 +50,12 @@ def two_draws(x, key):
     first, second = jax.random.split(key)
     kept = jax.random.uniform(first, x.shape) < jax.random.uniform(jax.random.fold_in(second, 7), x.shape)
     small = jax.random.bits(first, x.shape, "uint8").astype(jnp.int32)
-    return jnp.where(kept, x, 0), small, jax.random.bits(second, x.shape) < jax.random.bits(key), jax.random.uniform(key)
+    return (
+        jnp.where(kept, x, 0),
+        small,
+        jax.random.bits(second, x.shape) < jax.random.bits(key),
+        jax.random.uniform(key),
+    )
 
 
 def keys_of(impl, seed=0, rows=ROWS_):
@@ -108,6 +112,88 @@ def test_the_backward_pass_draws_the_mask_of_the_forward_pass_and_saves_no_vecto
     ]
 
 
+def test_the_example_of_the_guide_is_short_and_draws_as_vmap_does():
+    guide = (Path(__file__).parents[2] / "docs" / "use" / "own-kernels.md").read_text()
+    (code,) = re.findall(r"```python\n(@scheduler.rows\ndef dropout.*?)```", guide, re.DOTALL)
+    assert len(code.splitlines()) < 12
+    names = {"jax": jax, "jnp": jnp, "scheduler": scheduler}
+    exec(code, names)
+    tuned, args = names["dropout_add_norm"], (X, 1 - X, jnp.ones(COLUMNS), keys_of(scheduler.threefry13))
+    wanted = jax.vmap(tuned.__wrapped__, in_axes=(0, 0, None, 0))(*args)
+    for found in (tuned(*args, backends="interpret"), tuned(*args)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, wanted)
+
+
+def test_keys_that_kernels_do_not_take_are_refused_with_a_reason():
+    tuned = scheduler.rows(dropout)
+    with pytest.raises(
+        ValueError, match=r"each row draws from a key of its own, as of jax.random.split\(key, \(5,\)\)"
+    ):
+        tuned(X, jax.random.key(0))
+    with jax.threefry_partitionable(False), pytest.raises(NoCandidate, match="jax_threefry_partitionable is False"):
+        tuned(X, keys_of("threefry2x32"), backends="pallas")
+    with pytest.raises(NoCandidate, match="uses rng_bit_generator"):
+        tuned(X, keys_of("rbg"), backends="pallas")
+    captured = jax.random.key(0)
+    for function in (lambda x: dropout(x, captured), lambda x: dropout(x, jax.random.key(0))):
+        with pytest.raises(ValueError, match="take a key for each row as an argument"):
+            scheduler.rows(function).problem(X)
+
+
+def test_what_unsigned_integers_mean_beyond_their_bits_is_refused():
+    def posed(of_bits):
+        function = lambda x, key: x + of_bits(jax.random.bits(key, x.shape))  # noqa: E731
+        return scheduler.rows(function).problem(X, keys_of("threefry2x32"))
+
+    with pytest.raises(ValueError, match="converts uint32 to float32: convert to int32 between"):
+        posed(lambda bits: bits.astype(jnp.float32))
+    with pytest.raises(ValueError, match="uses max of uint32: convert to int32 first"):
+        posed(lambda bits: jnp.maximum(bits, 7).astype(jnp.int32))
+
+
+# ------------------------------------------------------------------------------
+# Generators.
+
+# tests/kat_vectors of Random123: rounds, counter, key, words.
+MOST = 2**32 - 1
+KNOWN = [
+    (13, (0, 0), (0, 0), (0x9D1C5EC6, 0x8BD50731)),
+    (13, (MOST, MOST), (MOST, MOST), (0xFD36D048, 0x2D17272C)),
+    (13, (0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xBA3E4725, 0xF27D669E)),
+    (20, (0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    (20, (MOST, MOST), (MOST, MOST), (0x1CB996FC, 0xBB002BE7)),
+    (20, (0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int32])
+def test_words_are_the_published_ones(dtype):
+    for rounds, count, key, words in KNOWN:
+        args = [jnp.asarray(np.uint32(x).view(dtype)) for x in (*key, *count)]
+        for of in (functools.partial(threefry2x32, rounds=rounds), (threefry2x32_13, threefry2x32_20)[rounds > 13]):
+            assert tuple(int(np.asarray(x).view(np.uint32)) for x in of(*args)) == words
+
+
+def deviations(uniform):
+    """By how many standard deviations the mean, and correlations of neighbours in a row and in a column, are not 0."""
+    centred = (np.asarray(uniform, np.float64) - 0.5) * 12**0.5
+    along, across = centred[:, 1:] * centred[:, :-1], centred[1:] * centred[:-1]
+    return [abs(float(np.mean(x))) * x.size**0.5 for x in (centred, along, across)]
+
+
+def test_elements_are_uniform_and_uncorrelated_and_those_of_few_rounds_are_not():
+    keys = keys_of(scheduler.threefry13, rows=256)
+    for shape in ((4096,), (64, 64)):
+        uniform = np.asarray(jax.vmap(lambda key, shape=shape: jax.random.uniform(key, shape))(keys)).reshape(256, -1)
+        assert max(deviations(uniform)) < 4
+        assert abs(np.mean(uniform < 0.1) - 0.1) < 4 * (0.09 / uniform.size) ** 0.5
+    key = np.arange(256, dtype=np.uint32)[:, None]
+    for rounds, correlated in ((13, False), (3, True)):
+        args = key, key + np.uint32(256), np.uint32(0), np.arange(4096, dtype=np.uint32)[None]
+        words, _ = threefry2x32(*map(jnp.asarray, args), rounds=rounds)
+        assert (max(deviations(np.asarray(words) / 2**32)) > 10) == correlated
+
+
 # ------------------------------------------------------------------------------
 # Kernels.
 
@@ -148,6 +234,30 @@ def test_mosaic_tpu_draws_the_same_bits(impl):
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         found = jax.block_until_ready(jax.jit(lambda *args: TPU.run(problem, schedule, target, *args))(*args))
     equal_bits(found, wanted)
+
+
+def test_a_draw_is_one_equation_whose_cost_the_model_counts():
+    x = jax.ShapeDtypeStruct((65536, 8192), jnp.bfloat16)
+    seconds = []
+    for impl in IMPLS.values():
+        keys = jax.eval_shape(functools.partial(keys_of, impl, rows=65536))
+        problem = scheduler.rows(dropout).problem(x, keys)
+        assert len(problem.text) < 800
+        seconds.append(float(prune(KERNEL, problem, hopper.H200, CostModel(hopper.H200)).predicted_s[0]))
+    memory_s = 2 * x.size * 2 / hopper.H200.hbm_bytes_per_s
+    assert seconds[0] > 1.3 * seconds[1] > 1.3 * memory_s
+
+
+@machine_code.needed()
+@pytest.mark.slow
+@every
+def test_a_rotation_is_one_instruction_and_nothing_spills(impl, tmp_path):
+    problem = scheduler.rows(dropout).problem(jnp.zeros((4096, 4096), jnp.bfloat16), keys_of(impl, rows=4096))
+    said, file, _ = machine_code.compiled(__file__, tmp_path, problem.text)
+    assert "0 bytes spill stores" in said
+    (elements,) = {int(n) for n in re.findall(r"ld\.global\.v(\d)\.b16", file.read_text())}
+    # The last of 13 rotations is of the word that is not drawn.
+    assert file.read_text().count("shf.l.wrap.b32") == elements * (12 if impl is scheduler.threefry13 else 20)
 
 
 def main(text: str) -> None:
