@@ -17,6 +17,7 @@ Philox-2x32's ten rounds needs some 13 instructions, because Pallas has no upper
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -74,14 +75,14 @@ def _key(words: jax.Array) -> jax.Array:
 
 
 def _random_bits(words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     if count > 2**32:
         raise NotImplementedError(f"threefry13 draws at most 2^32 elements at once, not {count}: split the key")
     counter = lax.iota(np.uint32, count).reshape(shape)
     first, second = threefry2x32_13(words[0], words[1], np.uint32(0), counter)
     if bit_width == 64:
         return first.astype(np.uint64) << np.uint64(32) | second.astype(np.uint64)
-    return jnp.broadcast_to(first, shape).astype(f"uint{bit_width}")
+    return first.astype(f"uint{bit_width}")
 
 
 threefry13 = extended.define_prng_impl(

@@ -205,7 +205,8 @@ class Builder:
         if before == after or {before, after} == {"int32", "uint32"}:
             return atom
         if isinstance(atom, Number):
-            return number_of(np.asarray(atom.value).astype(jnp.dtype(after)))
+            value = atom.value % 2**32 if before == "uint32" else atom.value
+            return number_of(np.asarray(value).astype(jnp.dtype(after)))
         if "uint32" in (before, after) and (
             jnp.issubdtype(before, jnp.floating) or jnp.issubdtype(after, jnp.floating)
         ):

@@ -157,9 +157,8 @@ class RowFunction:
                 names[place : place + 1] = [f"{names[place]}, word {i}" for i in range(len(words))]
         of_keys = tuple(name for name in names if name not in self.names)
         # The last key was replaced first: joining from the first on finds each at its place.
-        return dataclasses.replace(
-            self, names=tuple(names), scalars=(*self.scalars, *of_keys), keys=tuple(keys[::-1])
-        ), tuple(args)
+        scalars = (*self.scalars, *of_keys)
+        return dataclasses.replace(self, names=tuple(names), scalars=scalars, keys=tuple(keys[::-1])), tuple(args)
 
 
 def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:

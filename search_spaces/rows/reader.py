@@ -80,7 +80,7 @@ def _name_of_body(call: Any) -> str:
 
 def _constants(jaxpr: Any) -> dict[Any, Value]:
     return {
-        var: Value(np.shape(x), jnp.asarray(x).dtype if is_key(x) else np.asarray(x).dtype, literal=x)
+        var: Value(np.shape(x), x.dtype if is_key(x) else np.asarray(x).dtype, literal=x)
         for var, x in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
     }
 

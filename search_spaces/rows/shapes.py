@@ -175,11 +175,8 @@ class Shapes(abc.ABC):
     def _stack(self, node: Node) -> Array:
         arrays, axis = [self._array(x) for x in node.inputs], node.params["axis"]
         vector = arrays[0].vector
-        if (
-            self.segments is not None
-            or {x.vector for x in arrays} != {vector}
-            or (vector and axis == arrays[0].blocks.ndim)
-        ):
+        last = vector and axis == arrays[0].blocks.ndim
+        if self.segments is not None or last or any(x.vector != vector for x in arrays):
             no_shape(node)
         return Array(np.stack([x.blocks for x in arrays], axis=axis), vector)
 

@@ -99,7 +99,9 @@ def test_the_backward_pass_draws_the_mask_of_the_forward_pass_and_saves_no_vecto
     (gradient,) = back(jnp.ones_like(X))
     np.testing.assert_array_equal(gradient != 0, result != 0)
     wanted = jax.grad(lambda x: jnp.sum(jax.vmap(total)(x, residual, keys)))(X)
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+    jitted = jax.jit(jax.grad(lambda x: jnp.sum(tuned(x, residual, keys))))(X)
+    for found in (gradient, jitted):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
     def pullback(x):
         return jax.vjp(lambda x: scheduler.rows(dropout)(x, keys), x)[1](x)
