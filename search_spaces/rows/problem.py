@@ -22,8 +22,8 @@ from search_spaces.rows.derivative import Derivative, as_function, differentiate
 from search_spaces.rows.program import Operand, Program, evaluate, parse
 from search_spaces.sharding import Sharding
 
-# XLA keeps rows on chip if the program has one row operand, one result, and at most so many elements times stages: on an
-# H200, RMS norms of 16384 columns and softmaxes of 8192 take one pass, and those of 24577 and of 16384 several.
+# XLA keeps rows on chip if the program has one row operand, one result, and at most so many elements times stages. On
+# an H200, RMS norms of 16384 columns and softmaxes of 8192 take one pass; those of 24577 and of 16384 take several.
 ONE_PASS = 16384
 
 

@@ -106,7 +106,8 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns, cores: int) -> Footp
     The sums of dq are in the last-level cache while the steps of a head add to them, so the memory is written and read
     once. The longest tiles of a head start first, so that shorter ones balance them in later waves.
 
-    Wide heads have registers, on-chip reads and stages of their own. A separate dq kernel counts as part of these steps: it recomputes two of the five products, and doubles the loads.
+    Wide heads have registers, on-chip reads and stages of their own. A separate dq kernel counts as part of these
+    steps: it recomputes two of the five products, and doubles the loads.
     """
     plan, h, hv = plan_of(p, s), p.head_dim, p.value_dim
     b = plan.itemsize
