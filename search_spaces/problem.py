@@ -208,6 +208,11 @@ class Problem(abc.ABC):
         return self.bytes_moved
 
     @property
+    def library_bytes_read_again(self) -> float:
+        """Bytes of operands that the library reads again in later passes, in case the cache does not hold them."""
+        return 0.0
+
+    @property
     def library_bytes_unsure(self) -> float:
         """Uncertainty of `library_bytes_moved` in bytes: traffic that is only known after compilation."""
         return 0.0

@@ -51,6 +51,8 @@ class Covariance:
       deviation: standard deviation of the error component that changes smoothly with the problem.
       small_deviation: increase of `deviation` for short launches, multiplied by 1 us over the predicted time (at most
         0.5).
+      unaligned: factor of both for problems with rows that are no multiple of 16 bytes: cuBLAS takes up to 3.7 times as
+        long for these, and XLA 3.2 times.
       noise, small_noise: the same for the component that differs between neighboring problems. Its two parts add as
         variances.
       doublings: length scale of the smooth component, in doublings of one size.
@@ -60,6 +62,7 @@ class Covariance:
 
     deviation: float = 0.05
     small_deviation: float = 0.5
+    unaligned: float = 1.0
     noise: float = 0.02
     small_noise: float = 0.5
     doublings: float = 4.0
@@ -90,7 +93,10 @@ def _fits(name: str, value: float) -> bool:
 
 _GRID = tuple(
     itertools.starmap(
-        Covariance, itertools.product((0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0))
+        Covariance,
+        itertools.product(
+            (0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (1.0, 5.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0)
+        ),
     )
 )
 
@@ -152,7 +158,8 @@ class Residuals:
         places = (*self.places, place)
         small = _small(places)
         distances = _distances(places, self.covariance.relevance)
-        signal, noise = _signal(distances, small, self.covariance), _noise(small, self.covariance)
+        signal = _signal(distances, small, _unaligned(places), self.covariance)
+        noise = _noise(small, self.covariance)
         cross = signal[:-1, -1]
         solved = np.linalg.solve(signal[:-1, :-1] + np.diag(noise[:-1]), np.stack([np.array(self.errors), cross]).T)
         variance = signal[-1, -1] - cross @ solved[:, 1] + noise[-1]
@@ -166,10 +173,10 @@ def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covarianc
     """
     if len(places) < MIN_RESIDUALS:
         return Covariance()
-    small, y = _small(places), np.array(errors)
+    small, unaligned, y = _small(places), _unaligned(places), np.array(errors)
 
     def cost(c: Covariance, distances: tuple[Array, Array]) -> float:
-        lower = np.linalg.cholesky(_signal(distances, small, c) + np.diag(_noise(small, c)))
+        lower = np.linalg.cholesky(_signal(distances, small, unaligned, c) + np.diag(_noise(small, c)))
         whitened = np.linalg.solve(lower, y)
         return float(whitened @ whitened / 2 + np.log(np.diag(lower)).sum())
 
@@ -207,11 +214,15 @@ def _small(places: Sequence[ProblemPoint]) -> Array:
     return np.minimum(_SMALL_S / np.array([place.predicted_s for place in places]), _SMALLEST)
 
 
-def _signal(distances: tuple[Array, Array], small: Array, c: Covariance) -> Array:
-    """Returns a Matern 5/2 covariance with a time-dependent deviation, plus a constant level."""
+def _unaligned(places: Sequence[ProblemPoint]) -> npt.NDArray[np.bool_]:
+    return np.array([place.alignment < math.log2(_ALIGNED) for place in places])
+
+
+def _signal(distances: tuple[Array, Array], small: Array, unaligned: npt.NDArray[np.bool_], c: Covariance) -> Array:
+    """Returns a Matern 5/2 covariance with a deviation that depends on time and alignment, plus a constant level."""
     doublings, others = distances
     r = np.sqrt(5 * (doublings / c.doublings**2 + others))
-    deviation = c.deviation + c.small_deviation * small
+    deviation = (c.deviation + c.small_deviation * small) * np.where(unaligned, c.unaligned, 1.0)
     covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation) + _LEVEL**2
     return covariance
 

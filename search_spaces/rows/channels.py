@@ -14,7 +14,7 @@ from jax import lax
 from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
 from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.operation import BoundCall, Operation, Unsupported
-from search_spaces.problem import Problem, Tolerance
+from search_spaces.problem import Problem, Tolerance, nbytes
 from search_spaces.rows.calls import formula_dtype
 from search_spaces.rows.formulas import EPS, LayerNormProblem, require_like_rows
 from search_spaces.rows.hopper.channels import HopperChannels
@@ -97,6 +97,11 @@ class GroupNormProblem(Problem):
     @property
     def flops(self) -> float:
         return float(self.rows.flops)
+
+    @property
+    def library_bytes_read_again(self) -> float:
+        """XLA reads x once for each stage."""
+        return float(len(self.program_of().stages) * nbytes(self.result()))
 
     @property
     def arithmetic(self) -> str:

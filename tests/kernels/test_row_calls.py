@@ -461,3 +461,37 @@ def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores
         return
     with pytest.raises(NotImplementedError, match="rules of its own"):
         second(tuned)
+
+
+@pytest.mark.parametrize(
+    ("operation", "columns", "passes"),
+    [
+        ("rms_norm", 16384, 0),
+        ("rms_norm", 24577, 1),
+        ("softmax", 8192, 0),
+        ("softmax", 16384, 2),
+        ("softmax_with_lse", 64, 2),  # two results
+        ("rms_norm_backward", 4096, 2),  # x and the cotangent, both in two stages
+        ("log_softmax_backward", 4096, 1),  # the cotangent alone
+        ("silu_and_mul", 65536, 0),
+    ],
+)
+def test_xla_reads_rows_again_for_each_stage_unless_they_are_short_and_alone(operation, columns, passes):
+    p = load(operation).problem(512, columns, "bfloat16")
+    assert p.library_bytes_read_again == passes * 512 * columns * 2
+
+
+def test_the_model_knows_what_xla_takes_for_row_operations_of_which_it_has_no_constants():
+    # Times of XLA on an H100, in us (benchmarks/results/rows-nvidia-h100-80gb-hbm3.json).
+    model = CostModel(find("NVIDIA H100 80GB HBM3"))
+    measured = {
+        ("rms_norm_backward", 16384, 4096): 228,
+        ("softmax_backward", 16384, 8192): 433,
+        ("log_softmax", 4096, 128256): 1431,
+        ("softmax_with_lse", 16384, 8192): 363,
+        ("layer_norm", 16384, 4096): 97,
+        ("quantize_rows", 16384, 8192): 256,
+    }
+    for (operation, rows, columns), us in measured.items():
+        predicted_s = model.library_seconds(load(operation).problem(rows, columns, "bfloat16"))
+        assert 0.85 < us * 1e-6 / predicted_s < 1.15, operation

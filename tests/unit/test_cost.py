@@ -16,7 +16,8 @@ from scipy.stats import kendalltau
 from scheduler.core.hardware import CPU, find
 from scheduler.model import cost, traffic
 from scheduler.model.cost import Constants, CostModel
-from search_spaces import Columns, Footprint, Operand, Phase
+from scheduler.store.store import shipped
+from search_spaces import Columns, Footprint, Operand, Phase, load
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.interpret import InterpretMatmul
@@ -590,6 +591,29 @@ def test_three_thousand_schedules_take_no_more_python_than_thirty():
 def test_the_librarys_times_are_met_within_a_seventh(m, n, k, microseconds):
     predicted_s = CostModel(H200).library_seconds(MatmulProblem(m=m, n=n, k=k))
     assert predicted_s == pytest.approx(microseconds * 1e-6, rel=1 / 7)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "microseconds"), [(4096, 4096, 4096, 721), (4096, 14336, 4096, 2331)])
+def test_a_product_of_high_precision_counts_the_halves_and_accumulators_that_xla_moves(m, n, k, microseconds):
+    problem = MatmulProblem(m, n, k, dtype="float32", precision="high")
+    assert problem.library_bytes_moved == problem.bytes_moved + 2 * 4 * (m * k + k * n) + 6 * 4 * m * n
+    assert CostModel(H200).library_seconds(problem) == pytest.approx(microseconds * 1e-6, rel=1 / 7)
+
+
+@pytest.mark.parametrize(("backend", "deviation"), [("mosaic_gpu", 0.04), ("cudnn", 0.07)])
+def test_gradients_of_attention_of_all_lengths_and_head_sizes_take_what_the_model_says(backend, deviation):
+    operation, errors = load("flash_attention_backward"), []
+    for record in shipped().records(operation=operation.name, hardware=H200.id):
+        problem = operation.problem.from_canonical(record.key.problem)
+        for entry in record.entries:
+            if entry.backend == backend:
+                kernel = operation.kernel(backend)
+                one = Columns.of([kernel.space(problem, H200.target).decode(entry.schedule)])
+                predicted_s = CostModel(H200).seconds(kernel.footprint(problem, one, H200.target))[0]
+                errors.append(np.log(entry.measurement.median_s / predicted_s))
+    assert len(errors) >= 20
+    assert np.std(errors) < deviation
+    assert abs(np.median(errors)) < 0.05
 
 
 def ranked():

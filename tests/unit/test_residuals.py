@@ -60,6 +60,15 @@ def test_what_was_measured_tells_less_of_another_epilogue_and_of_rows_that_start
     assert error < alike
 
 
+def test_rows_that_are_no_multiple_of_16_bytes_are_less_certain_if_their_errors_were_larger():
+    places = [ProblemPoint(MatmulProblem(2**i, n, 4096), 1e-3) for i in range(6, 12) for n in (2048, 4096, 1500, 3500)]
+    found = fitted(places, [(0.8 if place.alignment < 4 else 0.05) * math.sin(i) for i, place in enumerate(places)])
+    assert found.unaligned > 1
+    far = MatmulProblem(65536, 64, 131072), MatmulProblem(65536, 60, 131072)
+    aligned, unaligned = (Residuals(covariance=found).at(ProblemPoint(one, 1e-3))[1] for one in far)
+    assert unaligned > 2 * aligned
+
+
 def test_short_launches_are_less_certain():
     learnt = errors_of(SEEN, 0.0)
     certain, uncertain = (learnt.at(ProblemPoint(SEEN[1].problem, seconds))[1] for seconds in (2e-3, 2e-6))
@@ -83,7 +92,7 @@ def test_a_size_on_which_errors_depend_is_relevant_and_one_on_which_they_do_not_
 
 
 def test_a_covariance_is_kept_among_constants_and_values_that_mean_nothing_are_left_out():
-    some = Covariance(0.4, 2.0, 0.04, 0.0, 8.0, {"k": 4.0})
+    some = Covariance(0.4, 2.0, 5.0, 0.04, 0.0, 8.0, {"k": 4.0})
     assert Covariance.of(some.named()) == some
     assert Covariance.of({"residual_noise": -1.0, "residual_doublings": 0.0, "scale": 3.0}) == Covariance()
 

@@ -15,7 +15,6 @@ from search_spaces.attention.problem import SOFTCAP, fill_statistics, zero_queri
 from search_spaces.flash_attention_backward.hopper import kernel, separate_dq, space
 from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, scratch
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, FlashAttentionBackwardSchedule, Plan
-from search_spaces.flash_attention_backward.hopper.space import footprint, of_wide, wide_space
 from search_spaces.flash_attention_backward.hopper.wide_kernel import (
     WideCta,
     WidePlan,
@@ -68,11 +67,10 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         return padded_elements((s for s in problem.operands() if len(s.shape) == 4), -3, 256)
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[FlashAttentionBackwardSchedule]:
-        return (wide_space if is_wide(problem) else space.space)(problem, target.cores)
+        return (space.wide_space if is_wide(problem) else space.space)(problem, target.cores)
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
-        found = footprint(problem, schedules)
-        return of_wide(problem, schedules, found) if is_wide(problem) else found
+        return space.footprint(problem, schedules, target.cores)
 
     def run(
         self,
