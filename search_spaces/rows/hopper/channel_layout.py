@@ -20,7 +20,7 @@ from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu, store
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, STORE_TO_RANK, tiled
+from search_spaces.rows.hopper.thread_layout import OF_WARPS, REDUCTION_BYTES, STORE_TO_RANK, tiled
 from search_spaces.rows.program import Program
 from search_spaces.rows.stages import most_statistics
 from search_spaces.space import round_up
@@ -46,6 +46,7 @@ class ChannelPlan:
       cluster: CTAs that share a sample.
       kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
       resident: channels of a block of which SMEM holds all positions of a CTA; 0 if CTAs stream their positions.
+      shared_axis: axis of vectors that all rows share: "channels" or "positions".
     """
 
     positions: int
@@ -57,12 +58,14 @@ class ChannelPlan:
     cluster: Any
     kept: Any = 0
     resident: Any = 0
+    shared_axis: str = "channels"
 
     @classmethod
     def of(cls, p: Any, s: Any) -> ChannelPlan:
         """Returns the plan of a `ChannelSchedule`, or of `Columns` of them."""
-        warpgroups = s.warps // WARPS
-        return cls(p.positions, p.channels, p.group, s.vector, warpgroups, s.accesses, s.cluster, s.kept, s.resident)
+        of_problem = (p.positions, p.channels, p.group)
+        of_schedule = (s.vector, s.warps // WARPS, s.accesses, s.cluster, s.kept, s.resident)
+        return cls(*of_problem, *of_schedule, p.shared_axis)
 
     @property
     def block(self) -> Any:
@@ -209,6 +212,15 @@ class ChannelLayout:
         """Layout of what all positions share."""
         lanes = self._lanes(*range(-len(self.unit) - 1, -1))
         return tiled((self.unit, (self.vector,)), warps=plgpu.Replicated(WARPS), lanes=lanes)
+
+    @functools.cached_property
+    def of_positions(self) -> Any:
+        """Layout of what all channels of a position share, with the axes of `shape` before those of `unit`."""
+        if self.positions == 1:
+            return OF_WARPS
+        again = WARP // self.positions
+        lanes = (-2, *((plgpu.Replicated(again),) if again > 1 else ()))
+        return tiled(((WARPS, self.positions), (1,)), warps=-3, lanes=lanes)
 
     def of_numbers(self, rows: int = 0) -> Any:
         """Returns the layout of the numbers of a statistic, which all warps have; of several, if `rows` is not 0."""
