@@ -120,8 +120,8 @@ class ChannelPlan:
 
     @property
     def splits_vector(self) -> Any:
-        """Whether an access of a thread has several groups. Statistics are then those of channels."""
-        return self.group < self.vector
+        """Whether an access of a thread has several groups, or a channel is one. Statistics are those of channels."""
+        return (self.group < self.vector) | (self.group == 1)
 
     @property
     def numbers(self) -> Any:
