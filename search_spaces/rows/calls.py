@@ -144,9 +144,10 @@ def inner_of(x: Any, axis: int) -> int:
 
 def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the axes before, and after, one of a shape; raises a ValueError if there is no such axis."""
-    if not -len(shape) <= axis < max(1, len(shape)):
+    axes = max(1, len(shape))
+    if not -axes <= axis < axes:
         raise ValueError(f"axis={axis} is none of an array of shape {shape}")
-    place = axis % max(1, len(shape))
+    place = axis % axes
     return shape[:place], shape[place + 1 :]
 
 
@@ -174,7 +175,7 @@ def bind_program(
         reason = f"{function.name} takes a random key, which kernels on rows do not"
     inner = math.prod(after)
     if (inner > 1) != issubclass(type_of_problem, ProgramAlongProblem):
-        reason = reason or f"{axis=} of an array of shape {arrays[0].shape} is that of another operation on rows"
+        reason = reason or f"{axis=} of an array of shape {jnp.shape(arrays[0])} is that of another operation on rows"
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
     shapes = tuple(
