@@ -208,6 +208,20 @@ class ChannelLayout:
         return tiled((self.shape, (self.vector,)), warps=-rank - 1, lanes=tuple(range(-rank, -1)))
 
     @functools.cached_property
+    def run(self) -> Any:
+        """Layout of a fragment as one run of elements, of which each thread has the same ones."""
+        line = WARP * self.vector
+        return tiled(((WARPS * line,), (line,), (self.vector,)), warps=-3, lanes=-2)
+
+    def of_run(self, run: jax.Array) -> jax.Array:
+        """Returns a run of elements as a fragment."""
+        return _same_registers(run, self.run, self.shape, self.layout)
+
+    def as_run(self, fragment: jax.Array) -> jax.Array:
+        """Returns a fragment as a run of elements."""
+        return _same_registers(fragment, self.layout, (fragment.size,), self.run)
+
+    @functools.cached_property
     def shared(self) -> Any:
         """Layout of what all positions share."""
         lanes = self._lanes(*range(-len(self.unit) - 1, -1))
@@ -250,6 +264,21 @@ class ChannelLayout:
         if self.positions == 1:
             return warp
         return warp * self.positions + plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
+
+
+def _same_registers(x: jax.Array, layout: Any, shape: tuple[int, ...], made: Any) -> jax.Array:
+    """Returns an array of another shape and layout in which each thread has the same elements in the same order."""
+
+    @mosaic_gpu_code(
+        lambda x: x.reshape(shape), arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, made)
+    )
+    def reshape(_: Any, x: Any) -> Any:
+        to = made.to_mgpu()
+        registers = x.registers.reshape(to.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=x.is_signed)
+
+    reshaped: jax.Array = reshape(x)
+    return reshaped
 
 
 # ------------------------------------------------------------------------------

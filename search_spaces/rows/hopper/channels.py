@@ -138,7 +138,9 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
                 "a line of a warp has one or more positions of a resident block, all complete": lambda s: (
                     (s.resident == 0) | ((WARP * s.vector % np.maximum(s.resident, 1) == 0) & (s.vector <= s.resident))
                 ),
-                "an access to a resident block has one group": lambda s: (s.resident == 0) | (s.vector <= p.group),
+                "an access to a resident block has one group, or channels are groups": lambda s: (
+                    (s.resident == 0) | (s.vector <= p.group) | (p.group == 1)
+                ),
                 "a resident block has at most 32 chunks, each with a barrier": lambda s: (
                     (s.resident == 0) | (plan(s).chunks * plan(s).warpgroups <= MAX_BARRIERS)
                 ),
