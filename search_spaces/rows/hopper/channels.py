@@ -81,6 +81,8 @@ def run_channels(
 
 # Registers of a thread besides those for its elements (ptxas).
 _REGISTERS = 40
+# Registers for each statistic after the first while those of four warps and of warpgroups are combined (ptxas).
+_COMBINED = 6
 
 
 class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
@@ -167,8 +169,9 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
         elements = plan.chunk * plan.block * np.where(resident, plan.warpgroups, 1)
         loads = np.where(resident, plan.warpgroups, s.warps * s.accesses * (passes + 1))  # accesses or copies
         read = sum(jnp.dtype(x.dtype).itemsize for x in program.operands if x.kind == "row")
-        statistics = most_statistics(program) * np.where(plan.splits_vector, s.vector, 1)
-        words = s.accesses * read / 4 + most_statistics(program) + sum(x.dtype.itemsize for x in vectors) / 4
+        several = most_statistics(program)
+        statistics = (several + _COMBINED * max(0, several - 1)) * np.where(plan.splits_vector, s.vector, 1)
+        words = s.accesses * read / 4 + several + sum(x.dtype.itemsize for x in vectors) / 4
         registers = np.asarray(_REGISTERS + words * s.vector + statistics).astype(np.int64)
         ctas = p.samples * plan.blocks * s.cluster
         return Footprint(
