@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import random
 import re
 import sys
 
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 import scheduler
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces import Columns, load
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, JAX_VERSION, gpu_interpreter
 from search_spaces.rows.builder import online
+from search_spaces.rows.calls import RowFunction
 from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
 from search_spaces.rows.formulas import layer_norm, softmax, softmax_with_lse
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
@@ -70,6 +74,10 @@ def along(function, samples, columns, inner, **operands):
 def weighted(x, y, scale):
     z = x.astype(jnp.float32) * y
     return (z - jnp.max(z)).astype(x.dtype), jnp.sum(z) * scale, jnp.argmax(z)
+
+
+def scaled(x, weight):
+    return jax.nn.softmax(x * weight)
 
 
 def softmax_backward(y, dy):
@@ -127,14 +135,31 @@ def test_rows_along_another_axis_agree_with_float64(case):
         assert error.max() <= each.absolute * np.abs(right).max()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inner", [64, 96, 1024, 3136])
+def test_a_search_has_streamed_and_resident_schedules_that_request_the_declared_smem(inner):
+    problem = along(softmax, 16, 2048, inner, x=BF16)
+    found = prune(KERNEL, problem, hopper.H200, CostModel(hopper.H200)).candidates()
+    schedules = [KERNEL.space(problem, hopper.H200.target).decode(each.schedule) for each in found]
+    for resident in (True, False):
+        of_kind = [s for s in schedules if bool(s.resident) == resident]
+        for one in random.Random(inner).sample(of_kind, 2):
+            declared = KERNEL.footprint(problem, Columns.of([one]), hopper.H200.target).onchip_bytes[0]
+            hopper.check_onchip_bytes(KERNEL, problem, one, declared)
+
+
 def test_kernels_along_another_axis_refuse_what_they_do_not_compute():
     def reason(problem):
         return KERNEL.supports(problem, hopper.H200.target)
 
     assert "49 channels" in reason(along(softmax, 2, 64, 49, x=BF16))
     assert "reduces rows" in reason(along(lambda x: x + 1, 2, 64, 64, x=BF16))
-    halves = along(lambda x: x[:64] * jnp.sum(x[64:]), 2, 128, 64, x=BF16)
-    assert "parts of a row" in reason(halves)
+    assert "parts of a row" in reason(along(lambda x: x[:64] * jnp.sum(x[64:]), 2, 128, 64, x=BF16))
+    weights = load("rows_along").bind(
+        *map(jnp.ones, ((2, 64, 64), (64,))), function=RowFunction(scaled, ("x", "w"), ()), axis=1
+    )
+    backward = weights.problem.derivative().backward
+    assert "sums over rows" in reason(ProgramAlongProblem(128, backward.text(), "", 64))
     assert not KERNEL.verified_on
 
 

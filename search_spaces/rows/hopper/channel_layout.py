@@ -78,7 +78,8 @@ class ChannelPlan:
 
     @property
     def line_positions(self) -> Any:
-        return WARP * self.vector // self.block
+        # A rule excludes lines shorter than a resident block.
+        return np.maximum(1, WARP * self.vector // self.block)
 
     @property
     def fragment(self) -> Any:
