@@ -20,7 +20,6 @@ from scheduler.model.pruning import prune
 from search_spaces import Columns, load
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, JAX_VERSION, gpu_interpreter
 from search_spaces.rows.builder import online
-from search_spaces.rows.calls import RowFunction
 from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
 from search_spaces.rows.formulas import layer_norm, softmax, softmax_with_lse
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
@@ -57,6 +56,7 @@ CASES = {
         ChannelSchedule(8, 4, 2, resident=32),
     ),
     "resident blocks of float32": (GroupNormProblem(2, 310, 64, 16, "float32"), ChannelSchedule(4, 4, 2, resident=16)),
+    "a channel is a group of a resident block": (GroupNormProblem(2, 128, 64, 1), ChannelSchedule(4, 8, 1, resident=32)),
 }
 
 
@@ -74,10 +74,6 @@ def along(function, samples, columns, inner, **operands):
 def weighted(x, y, scale):
     z = x.astype(jnp.float32) * y
     return (z - jnp.max(z)).astype(x.dtype), jnp.sum(z) * scale, jnp.argmax(z)
-
-
-def scaled(x, weight):
-    return jax.nn.softmax(x * weight)
 
 
 def softmax_backward(y, dy):
@@ -155,11 +151,10 @@ def test_kernels_along_another_axis_refuse_what_they_do_not_compute():
     assert "49 channels" in reason(along(softmax, 2, 64, 49, x=BF16))
     assert "reduces rows" in reason(along(lambda x: x + 1, 2, 64, 64, x=BF16))
     assert "parts of a row" in reason(along(lambda x: x[:64] * jnp.sum(x[64:]), 2, 128, 64, x=BF16))
-    weights = load("rows_along").bind(
-        *map(jnp.ones, ((2, 64, 64), (64,))), function=RowFunction(scaled, ("x", "w"), ()), axis=1
-    )
-    backward = weights.problem.derivative().backward
-    assert "sums over rows" in reason(ProgramAlongProblem(128, backward.text(), "", 64))
+    with_weight = along(lambda x, weight: x * weight * jnp.sum(x), 2, 64, 64, x=F32, weight=("shared", "float32"))
+    assert reason(with_weight) is None
+    backward = with_weight.derivative().backward
+    assert "sums over rows" in reason(dataclasses.replace(with_weight, text=backward.text()))
     assert not KERNEL.verified_on
 
 
@@ -203,7 +198,7 @@ def test_another_program_reduces_positions_for_each_channel():
 
 
 def test_the_kernel_requests_the_smem_that_its_footprint_declares_and_refuses_other_groups():
-    for problem, schedule in [*CASES.values()][:5] + [*CASES.values()][-4:] + [*ALONG.values()]:
+    for problem, schedule in [*CASES.values()][:5] + [*CASES.values()][-5:] + [*ALONG.values()]:
         predicted = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target).onchip_bytes[0]
         hopper.check_onchip_bytes(KERNEL, problem, schedule, predicted)
     assert "groups of 10" in KERNEL.supports(GroupNormProblem(1, 4096, 320, 10), hopper.H200.target)
