@@ -56,7 +56,7 @@ CASES = {
         ChannelSchedule(8, 4, 2, resident=32),
     ),
     "resident blocks of float32": (GroupNormProblem(2, 310, 64, 16, "float32"), ChannelSchedule(4, 4, 2, resident=16)),
-    "a channel is a group of a resident block": (GroupNormProblem(2, 128, 64, 1), ChannelSchedule(4, 8, 1, resident=32)),
+    "channels are groups of a resident block": (GroupNormProblem(2, 128, 64, 1), ChannelSchedule(4, 8, 1, resident=32)),
 }
 
 
