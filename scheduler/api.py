@@ -240,9 +240,12 @@ def _named(
                 f"{name} is an option of the search and a parameter of {operation.name}: pass the problem, "
                 f"tune(f, f.problem(..., {name}=...), {name}=...)"
             )
-        return operation, _problem_of_call(operation, args, named) if pose is None else pose(*args, **named)
+        problem = _problem_of_call(operation, args, named) if pose is None else pose(*args, **named)
+        return _operation_for(given, operation, problem), problem
     for name in named:
         raise TypeError(f"tune has no option {unknown(name, ('store', 'backends', 'hardware', *tuner.OPTIONS))}")
+    if len(args) == 1 and isinstance(args[0], Problem):
+        operation = _operation_for(given, operation, args[0])
     if len(args) == 1 and isinstance(args[0], operation.problem):
         return operation, args[0]
     if len(args) != 1 or isinstance(args[0], Problem) or not isinstance(args[0], Mapping):
@@ -285,6 +288,12 @@ def _operation_of(given: Any) -> Operation[Any]:
     raise TypeError(
         f"expected an Operation, a tuned function or one of {', '.join(map(repr, OPERATIONS))}, found {given!r}"
     )
+
+
+def _operation_for(given: Any, operation: Operation[Any], problem: Problem) -> Operation[Any]:
+    """Returns that of the operations of a function whose problems have this type; by default `operation`."""
+    each = getattr(given, "operations", ()) if isinstance(given, types.FunctionType) else ()
+    return next((other for other in each if other.problem is type(problem)), operation)
 
 
 def _typed(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Unpack, overload
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from scheduler.api import tune, tuned
 from scheduler.dispatch import calls
 from scheduler.tuned_calls import SHARED, Selection, public, selected
-from search_spaces.rows.calls import RowFunction
+from search_spaces.rows.calls import RowFunction, inner_of
 from search_spaces.rows.channels import GROUP_NORM
 from search_spaces.rows.formulas import (
     ADD_RMS_NORM,
@@ -21,13 +22,17 @@ from search_spaces.rows.formulas import (
     EPS,
     LAYER_NORM,
     LOG_SOFTMAX,
+    LOG_SOFTMAX_ROW,
     QUANTIZE_ROWS,
     RMS_NORM,
     SILU_AND_MUL,
     SOFTMAX,
+    SOFTMAX_ROW,
     SOFTMAX_WITH_LSE,
+    SOFTMAX_WITH_LSE_ROW,
+    softmax_along,
 )
-from search_spaces.rows.operation import ROWS
+from search_spaces.rows.operation import ROWS, ROWS_ALONG
 
 # ------------------------------------------------------------------------------
 # Norms.
@@ -166,12 +171,12 @@ def tuned_softmax(
     float32 first, so that unsigned integers do not wrap.
 
     Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("softmax_backward"), and the backward pass
-    saves the result alone. The call falls back to XLA (`jax.nn.softmax`)
-    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
-    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
+    saves the result alone. Along an axis that is not the last the call is one of "rows_along". The call falls back to
+    XLA (`jax.nn.softmax`) for several axes, for dtypes other than float32, bfloat16 or float16, and for empty arrays.
+    With `return_lse` it also falls back to XLA on a mesh outside of manual axes.
 
     Args:
-      x: ``[..., columns]``.
+      x: an array.
       axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
       return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
         "softmax_with_lse", which is tuned separately and always computes in float32.
@@ -184,10 +189,13 @@ def tuned_softmax(
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
-    return calls.answer(called, (*selected(tuned_softmax, selection), calls.axes(axis)), x)
+    options, axis, with_lse = selected(tuned_softmax, selection), calls.axes(axis), calls.flag("return_lse", return_lse)
+    if softmax_along(x, axis):
+        return calls.answer(_ALONG, (*options, SOFTMAX_WITH_LSE_ROW if with_lse else SOFTMAX_ROW, axis), x)
+    return calls.answer(_SOFTMAX_WITH_LSE if with_lse else _SOFTMAX, (*options, axis), x)
 
 
+_ALONG = calls.Signature(ROWS_ALONG, ("function", "axis"))
 _SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
 
 
@@ -199,7 +207,7 @@ def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) ->
     call, too ("log_softmax_backward").
 
     Args:
-      x: ``[..., columns]``.
+      x: an array.
       axis: as in `tuned_softmax`.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
@@ -209,7 +217,10 @@ def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) ->
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    return calls.answer(_LOG_SOFTMAX, (*selected(tuned_log_softmax, selection), calls.axes(axis)), x)
+    options, axis = selected(tuned_log_softmax, selection), calls.axes(axis)
+    if softmax_along(x, axis):
+        return calls.answer(_ALONG, (*options, LOG_SOFTMAX_ROW, axis), x)
+    return calls.answer(_LOG_SOFTMAX, (*options, axis), x)
 
 
 @public(CROSS_ENTROPY)
@@ -305,12 +316,14 @@ _SILU_AND_MUL, _QUANTIZE_ROWS = calls.Signature(SILU_AND_MUL), calls.Signature(Q
 
 
 @overload
-def rows(function: Callable[..., Any], /, *, scalars: tuple[str, ...] = ()) -> Callable[..., Any]: ...
+def rows(function: Callable[..., Any], /, *, scalars: tuple[str, ...] = (), axis: int = -1) -> Callable[..., Any]: ...
 @overload
 def rows(
-    function: None = None, /, *, scalars: tuple[str, ...] = ()
+    function: None = None, /, *, scalars: tuple[str, ...] = (), axis: int = -1
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, ...] = ()) -> Callable[..., Any]:
+def rows(
+    function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, ...] = (), axis: int = -1
+) -> Callable[..., Any]:
     """Decorates a function of one row: kernels for all rows, and kernels of its gradient, are derived from it.
 
     ::
@@ -326,7 +339,8 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
     the leading axes, ``[..., columns]``. Arrays with as many axes are rows, too, and the function takes one row of
     each. Arrays that `scalars` names have one element per row, ``[...]``, of which the function takes a scalar. So have
     random keys: ``jax.random.split(key, x.shape[:-1])``. All rows share other arrays, such as weights. Keyword-only
-    parameters are static and hashable.
+    parameters are static and hashable. With `axis`, rows lie along that axis of the first array, as do rows of the
+    results.
 
     The function may use elementwise functions, sums, maxima and minima over the whole row, `argmax`, an element at an
     index, equal parts of a row (slices, `jnp.split`, `jnp.concatenate`) and reshapes of a row to equal segments. Of a
@@ -339,12 +353,14 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
     cumulative sums. The logger `scheduler` reports the reason at level DEBUG.
 
     ``f.problem(*arrays, **statics)`` returns the problem of a call, and raises a ValueError with the reason if no
-    kernel computes it. ``f.tune(*arrays, **statics, budget=64)`` searches for its schedule. ``f.operation`` is "rows".
+    kernel computes it. ``f.tune(*arrays, **statics, budget=64)`` searches for its schedule. ``f.operation`` is "rows",
+    or "rows_along" for an `axis` other than -1.
     Schedules are stored by the equations of the function, so a change of the function needs no version.
 
     Args:
       function: takes arrays without the leading axes as positional parameters.
       scalars: names of parameters with one element per row.
+      axis: an axis of the first array, negative or not.
 
     Raises:
       TypeError: a parameter that takes any number of arguments, no array, or names in `scalars` that are no parameters
@@ -355,10 +371,13 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     if function is None:
-        return functools.partial(rows, scalars=scalars)
-    row = _row_function(function, scalars)
+        return functools.partial(rows, scalars=scalars, axis=axis)
+    row, axis = _row_function(function, scalars), operator.index(axis)
     signature = inspect.signature(function)
-    answer = tuned(ROWS)
+    last, along = tuned(ROWS), tuned(ROWS_ALONG)
+
+    def answer(first: Any) -> Any:
+        return along if inner_of(first, axis) > 1 else last
 
     def bound(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arrays of a call, and its static arguments as an option of the operation."""
@@ -366,20 +385,21 @@ def rows(function: Callable[..., Any] | None = None, /, *, scalars: tuple[str, .
         found.apply_defaults()
         arrays = [_required_array(function, name, found.arguments[name]) for name in row.names]
         statics = {name: x for name, x in found.arguments.items() if name not in row.names}
-        return arrays, {"function": row, "statics": _hashable(function, statics)}
+        return arrays, {"function": row, "statics": _hashable(function, statics), "axis": axis}
 
     @functools.wraps(function)
     def call(*given: Any, on_miss: Any = None, backends: Any = None, schedule: Any = None, **named: Any) -> Any:
         arrays, options = bound(given, named)
-        return answer(*arrays, on_miss=on_miss, backends=backends, schedule=schedule, **options)
+        return answer(arrays[0])(*arrays, on_miss=on_miss, backends=backends, schedule=schedule, **options)
 
     def problem(*given: Any, **named: Any) -> Any:
         """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s."""
         arrays, options = bound(given, named)
-        return answer.problem(*arrays, **options)  # type: ignore[attr-defined]
+        return answer(arrays[0]).problem(*arrays, **options)
 
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *SHARED])  # type: ignore[attr-defined]
-    call.operation, call.problem = ROWS, problem  # type: ignore[attr-defined]
+    call.operation, call.problem = ROWS if axis == -1 else ROWS_ALONG, problem  # type: ignore[attr-defined]
+    call.operations = ROWS, ROWS_ALONG  # type: ignore[attr-defined]
     call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
     return call
 

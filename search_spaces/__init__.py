@@ -63,6 +63,8 @@ _OWN = {
     **{name: f"search_spaces.rows.formulas:{name.upper()}" for name in _ROWS},
     "rows": "search_spaces.rows.operation:ROWS",
     "rows_jvp": "search_spaces.rows.operation:ROWS_JVP",
+    "rows_along": "search_spaces.rows.operation:ROWS_ALONG",
+    "rows_along_jvp": "search_spaces.rows.operation:ROWS_ALONG_JVP",
     "group_norm": "search_spaces.rows.channels:GROUP_NORM",
     "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
     "ragged_dot": "search_spaces.ragged_dot:RAGGED_DOT",

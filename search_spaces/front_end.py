@@ -95,7 +95,7 @@ def axes_of(sharding: Sharding[P], problem: P, shapes: Sequence[Shape | None]) -
         if shape is None:
             continue
         wanted = [math.prod(extents[letter] for letter in letters) for letters in array]
-        for letters, axes in zip(array, _grouped(wanted, shape), strict=True):
+        for letters, axes in zip(array, grouped(wanted, shape), strict=True):
             if len(letters) > 1 and len(axes) > 1:
                 raise ValueError(f"an axis of {' times '.join(letters)} is one, not {axes}")
             if len(letters) == 1 and found.setdefault(letters[0], axes) != axes:
@@ -103,8 +103,8 @@ def axes_of(sharding: Sharding[P], problem: P, shapes: Sequence[Shape | None]) -
     return {letter: axes for letter, axes in found.items() if len(axes) > 1}
 
 
-def _grouped(wanted: Sequence[int], shape: Shape) -> list[Shape]:
-    """Groups consecutive axes so that the product of each group is the wanted extent."""
+def grouped(wanted: Sequence[int], shape: Shape) -> list[Shape]:
+    """Groups consecutive axes so that the product of each group is the wanted extent; raises a ValueError if not."""
     groups, rest = [], shape
     for after, extent in zip(reversed(range(len(wanted))), wanted, strict=True):
         count = 1

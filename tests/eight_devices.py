@@ -324,6 +324,17 @@ def test_rows_divided_along_their_columns_are_gathered():
     close(jax.jit(ROWS["softmax"][0])(put(A, "y", "x")), jax.nn.softmax(A))
 
 
+def test_axes_around_the_columns_of_rows_may_be_divided():
+    def gradient(f):
+        return jax.grad(lambda x: (f(x) ** 2).sum())
+
+    x = put(A.reshape(8, 8, 32), "x", None, "y")
+    ours, plain = (functools.partial(f, axis=1) for f in (tuned_softmax, jax.nn.softmax))
+    assert same_movement(ours, plain, x) == {}
+    assert same_movement(gradient(ours), gradient(plain), x, rtol=1e-3) == {}
+    close(jax.jit(ours)(put(A.reshape(8, 8, 32), "x", None, "y", on=EXPLICIT)), plain(A.reshape(8, 8, 32)))
+
+
 QKV = [jax.random.normal(jax.random.key(i), (4, 16, heads, 16)) for i, heads in enumerate((8, 4, 4))]
 
 

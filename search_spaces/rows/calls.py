@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.keys import is_key, key_of, words_of
 from search_spaces.rows.named import Formula, FormulaProblem
-from search_spaces.rows.problem import ProgramProblem, RowProblem
+from search_spaces.rows.problem import ProgramAlongProblem, ProgramProblem, RowProblem
 from search_spaces.rows.reader import trace
 
 
@@ -88,7 +88,7 @@ def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
         for x, kind in zip(arrays, kinds, strict=True)
     ]
     narrow = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else None
-    found = _over_rows(function, kinds, leading, converted)
+    found = _over_rows(function, kinds, (len(leading), 0), converted)
     results = [
         x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x
         for x in as_tuple(found)
@@ -96,13 +96,11 @@ def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
     return tuple(results) if isinstance(found, tuple) else results[0]
 
 
-def _over_rows(
-    function: Callable[..., Any], kinds: Sequence[str], leading: tuple[int, ...], arrays: Sequence[Any]
-) -> Any:
+def _over_rows(function: Callable[..., Any], kinds: Sequence[str], axes: tuple[int, int], arrays: Sequence[Any]) -> Any:
+    """Maps a function of one row over this many axes before, and after, the axis of the columns."""
     mapped = function
-    axes = [0 if kind in ("row", "scalar") else None for kind in kinds]
-    for _ in leading:
-        mapped = jax.vmap(mapped, in_axes=axes)
+    for axis in (-1,) * axes[1] + (0,) * axes[0]:
+        mapped = jax.vmap(mapped, [axis if kind in ("row", "scalar") else None for kind in kinds], axis)
     return mapped(*arrays)
 
 
@@ -161,30 +159,57 @@ class RowFunction:
         return dataclasses.replace(self, names=tuple(names), scalars=scalars, keys=tuple(keys[::-1])), tuple(args)
 
 
-def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> BoundCall[ProgramProblem] | Unsupported:
+P = TypeVar("P", bound=ProgramProblem)
+
+
+def inner_of(x: Any, axis: int) -> int:
+    """Returns how many rows along an axis of x have adjacent elements: 1 along the last axis with several elements."""
+    return math.prod(_around(jnp.shape(x), axis)[1])
+
+
+def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the axes before, and after, one of a shape; raises a ValueError if there is no such axis."""
+    axes = max(1, len(shape))
+    if not -axes <= axis < axes:
+        raise ValueError(f"axis={axis} is none of an array of shape {shape}")
+    place = axis % axes
+    return shape[:place], shape[place + 1 :]
+
+
+def bind_program(
+    type_of_problem: type[P], *arrays: Any, function: RowFunction, statics: Any = (), axis: int = -1
+) -> BoundCall[P] | Unsupported:
     """Binds a call of a function of one row.
 
     Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
     one element per row, as random keys have. All rows share the others. Each of `statics` is a name, a hashable value,
     and its type.
+
+    Args:
+      type_of_problem: `ProgramAlongProblem` if `inner_of` the first array is more than 1, else `ProgramProblem`.
+      axis: the axis of the first array along which rows lie.
     """
     for name, x in zip(function.names, arrays, strict=False):
         require_array(name, x)
-    leading = arrays[0].shape[:-1] if getattr(arrays[0], "ndim", 0) else ()
-    kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=False)]
+    before, after = _around(jnp.shape(arrays[0]), axis)
+    leading = before + after
+    kinds = [_kind(name, x, axis, arrays[0], function) for name, x in zip(function.names, arrays, strict=False)]
     named = tuple(statics)
-    answer = functools.partial(_over_rows, function.given(named), kinds, leading, arrays)
+    answer = functools.partial(_over_rows, function.given(named), kinds, (len(before), len(after)), arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
     if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
     if reason is None and leading:
         function, arrays = function.of_words(arrays)
-        kinds = [_kind(name, x, leading, function) for name, x in zip(function.names, arrays, strict=True)]
+        kinds = [_kind(name, x, axis, arrays[0], function) for name, x in zip(function.names, arrays, strict=True)]
         reason = weakly_typed(*arrays)
+    inner = math.prod(after)
+    if (inner > 1) != issubclass(type_of_problem, ProgramAlongProblem):
+        reason = reason or f"{axis=} of an array of shape {jnp.shape(arrays[0])} is that of another operation on rows"
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
     shapes = tuple(
-        (x.shape[len(leading) :] if kind in ("row", "scalar") else x.shape, str(x.dtype))
+        ({"row": x.shape[len(before) : len(before) + 1], "scalar": ()}.get(kind, x.shape), str(x.dtype))
         for x, kind in zip(arrays, kinds, strict=True)
     )
     origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.read("jax_enable_x64")))
@@ -192,34 +217,40 @@ def bind_program(*arrays: Any, function: RowFunction, statics: Any = ()) -> Boun
     if isinstance(found, str):
         return Unsupported(found, answer)
     text, segments, structure, result_shapes = found
-    program = ProgramProblem(rows=math.prod(leading) * segments, text=text, name=function.name)
+    several = {"inner": inner} if inner > 1 else {}
+    program = type_of_problem(rows=math.prod(leading) * segments, text=text, name=function.name, **several)
+    rest = lead(after) if inner > 1 else ()
+
+    def folded(x: Any, kind: str, row: tuple[int, ...]) -> Any:
+        return x.reshape(*lead(before), *row, *rest) if kind in ("row", "scalar") else x
+
     operands = [
-        _folded(x, kind, leading) if segments == 1 else x.reshape(s.shape)
-        for x, kind, s in zip(arrays, kinds, program.operands(), strict=True)
+        folded(x, kind, shape) if segments == 1 else x.reshape(s.shape)
+        for x, kind, (shape, _), s in zip(arrays, kinds, shapes, program.operands(), strict=True)
     ]
 
     def restore(*results: jax.Array) -> Any:
-        shaped = [x.reshape(*leading, *shape) for x, shape in zip(results, result_shapes, strict=True)]
+        shaped = [x.reshape(*before, *shape, *after) for x, shape in zip(results, result_shapes, strict=True)]
         return jax.tree.unflatten(structure, shaped)
 
     return BoundCall(program, tuple(operands), restore, (("origin", origin),))
 
 
-def _kind(name: str, x: Any, leading: tuple[int, ...], function: RowFunction) -> str:
-    shape = jnp.shape(x)
-    if is_key(x) and shape != leading:
+def _kind(name: str, x: Any, axis: int, first: Any, function: RowFunction) -> str:
+    shape, (before, after) = jnp.shape(x), _around(jnp.shape(first), axis)
+    if is_key(x) and shape != before + after:
         raise ValueError(
-            f"{name} has shape {shape}: each row draws from a key of its own, as of jax.random.split(key, {leading})"
+            f"{name} has shape {shape}: each row draws from a key of its own, as of jax.random.split(key, "
+            f"{before + after})"
         )
     if name in function.scalars or is_key(x):
-        if shape != leading:
-            raise ValueError(f"{name} has shape {shape}; one element for each row needs {leading}")
+        if shape != before + after:
+            raise ValueError(f"{name} has shape {shape}; one element for each row needs {before + after}")
         return "scalar"
-    if len(shape) == len(leading) + 1 and len(shape) > 1:
-        if shape[:-1] != leading:
-            raise ValueError(
-                f"{name} has shape {shape}, and {function.names[0]} the leading axes {leading}: both are rows"
-            )
+    if len(shape) == len(before + after) + 1 and len(shape) > 1:
+        if _around(shape, axis) != (before, after):
+            axes = f"leading axes {before}" if not after else f"axes {before} and {after} around the rows"
+            raise ValueError(f"{name} has shape {shape}, and {function.names[0]} the {axes}: both are rows")
         return "row"
     return "shared" if shape else "number"
 
@@ -252,12 +283,13 @@ class Origin:
     def over_rows(self, p: RowProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the function by XLA, for operands and results as in the problem of its program."""
         run, shapes, kinds = self.traceable
+        inner = (p.inner,) if isinstance(p, ProgramAlongProblem) else ()
         by_row = [kind in ("row", "scalar") for kind in kinds]
         own = [
-            x.reshape(-1, *s.shape) if each else x.reshape(s.shape)
+            x.reshape(-1, *s.shape, *inner) if each else x.reshape(s.shape)
             for x, s, each in zip(arrays, shapes, by_row, strict=True)
         ]
-        found = jax.tree.leaves(_over_rows(run, kinds, (p.rows,), own))
+        found = jax.tree.leaves(_over_rows(run, kinds, (1, len(inner)), own))
         return tuple(x.reshape(s.shape) for x, s in zip(found, p.results(), strict=True))
 
 

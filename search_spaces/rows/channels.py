@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class GroupNormProblem(Problem):
       dtype: dtype of x.
       weight_dtype: dtype of weight and bias: "float32", or "" for that of x.
     """
+
+    shared_axis: ClassVar[str] = "channels"
 
     samples: int
     positions: int

@@ -6,6 +6,7 @@ A formula computes in float32 and rounds its results. Records of named formulas 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from jax import lax
 from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.rows import recognise
-from search_spaces.rows.calls import bind_formula
-from search_spaces.rows.named import RESULT_DTYPES, Formula, FormulaProblem, Of
+from search_spaces.rows.calls import RowFunction, bind_formula, inner_of
+from search_spaces.rows.named import DTYPES, RESULT_DTYPES, Formula, FormulaProblem, Of
 from search_spaces.rows.operation import row_operations
 
 EPS = 1e-6
@@ -101,7 +102,9 @@ def cross_entropy(x: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) -> BoundCall[Any] | Unsupported:
-    """Binds a call along the last axis; along another axis, XLA computes `function`.
+    """Binds a call along the last axis with several elements; along another axis, XLA computes `function`.
+
+    `scheduler.tuned_softmax` makes calls along another axis calls of `ROWS_ALONG` where these compute the same.
 
     Raises:
       TypeError: `x` is no array, or an array of booleans.
@@ -109,9 +112,32 @@ def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) 
     require_array("x", x)
     if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
         raise TypeError("x holds truth values, of which there is no softmax: use .astype")
-    if jnp.ndim(x) and axis in (-1, jnp.ndim(x) - 1):
+    shape = jnp.shape(x)
+    if shape and axis in (-1, len(shape) - 1):
         return bind_formula(problem, x)
-    return Unsupported(f"{axis=} is not the last one of x {jnp.shape(x)}", lambda: function(x, axis))
+    if isinstance(axis, int) and -len(shape) <= axis < len(shape) and inner_of(x, axis) == 1:
+        bound = bind_formula(problem, jnp.reshape(x, shape[: axis % len(shape) + 1]))
+        if isinstance(bound, BoundCall):
+            return dataclasses.replace(bound, restore=functools.partial(_reshaped, bound.problem, shape, axis))
+    return Unsupported(f"{axis=} is not the last one of x {shape}", lambda: function(x, axis))
+
+
+def _reshaped(problem: FormulaProblem, shape: tuple[int, ...], axis: int, *results: jax.Array) -> Any:
+    rest = (*shape[: axis % len(shape)], *shape[axis % len(shape) + 1 :])
+    each = zip(results, problem.arrays[1], strict=True)
+    return problem.pack([x.reshape(shape if of.kind == "row" else rest) for x, of in each])
+
+
+def softmax_along(x: Any, axis: Any) -> bool:
+    """Returns whether a softmax of x is that of rows along an axis that is not the last, of a dtype of formulas."""
+    if not isinstance(axis, int) or str(getattr(x, "dtype", "")) not in DTYPES or not -x.ndim <= axis < x.ndim:
+        return False
+    return inner_of(x, axis) > 1
+
+
+SOFTMAX_ROW = RowFunction(softmax, ("x",), ())
+SOFTMAX_WITH_LSE_ROW = RowFunction(softmax_with_lse, ("x",), ())
+LOG_SOFTMAX_ROW = RowFunction(log_softmax, ("x",), ())
 
 
 def _bind_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.front_end import grouped
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import Operation
 from search_spaces.problem import as_tuple, nbytes
@@ -20,8 +22,11 @@ from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.calls import Origin, bind_formula, bind_program
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.hopper import HopperRows
+from search_spaces.rows.hopper.channels import HopperChannels
 from search_spaces.rows.named import Formula, FormulaProblem, problem_type
 from search_spaces.rows.problem import (
+    ProgramAlongProblem,
+    ProgramAlongTangentProblem,
     ProgramProblem,
     ProgramTangentProblem,
     RowProblem,
@@ -191,7 +196,7 @@ def _has_own_rules(origin: Origin, p: ProgramProblem) -> bool:
     if own is None or own == plain:
         return False
     with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
-        arrays = dataclasses.replace(p, rows=4).inputs(seed=0)
+        arrays = ProgramProblem(rows=4, text=p.text).inputs(seed=0)
         pairs = zip(own.gradients(*arrays), plain.gradients(*arrays), strict=True)
         floats = [[x.astype(jnp.float32) for x in pair] for pair in pairs]
         return not all(jnp.allclose(x, y, rtol=0.05, atol=0.05, equal_nan=True) for x, y in floats)
@@ -299,10 +304,9 @@ def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
     def transpose(call: Any, p: TangentProblem, cotangent: Any, args: Any) -> tuple[Any, ...]:
         operation, problem = parts().backward
         count = len(args) - len(p.program.results)
-        shapes = p.results()
         cotangents = [
-            jnp.zeros(_like(args[:count], p, s), s.dtype) if x is None else x
-            for x, s in zip(as_tuple(cotangent), shapes, strict=True)
+            jnp.zeros(_like(args[:count], p, s, of.kind), s.dtype) if x is None else x
+            for x, s, of in zip(as_tuple(cotangent), p.results(), p.arrays[1], strict=True)
         ]
         gradients = as_tuple(call(operation, problem(p, None), *args[:count], *cotangents, **_own(call, operation)))
         moving = [None if known is not None else x for x, known in zip(gradients, args[count:], strict=True)]
@@ -311,12 +315,13 @@ def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
     return transpose
 
 
-def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape of a cotangent: its rows have the leading axes of the saved rows."""
-    for x, declared in zip(saved, p.arrays[0], strict=False):
-        if declared.kind in ("row", "scalar") and wanted.shape[:1] == (p.rows,):
-            leading = x.shape[:-1] if declared.kind == "row" else x.shape
-            return (*leading, *wanted.shape[1:])
+def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct, kind: str) -> tuple[int, ...]:
+    """Returns the shape of a cotangent: its rows have the other axes of the saved rows."""
+    for x, declared, folded in zip(saved, p.arrays[0], p.operands(), strict=False):
+        if kind in ("row", "scalar") and declared.kind in ("row", "scalar"):
+            before, *after = grouped(folded.shape, x.shape)
+            columns = wanted.shape[1:2] if kind == "row" else ()
+            return (*before, *columns, *itertools.chain(*after[declared.kind == "row" :]))
     return wanted.shape
 
 
@@ -401,18 +406,29 @@ def vars_of(p: RowProblem) -> dict[str, Any]:
 
 def _of_programs() -> Parts:
     """Returns the parts of the derivative of any program."""
+    return _parts_of(ROWS, ROWS_JVP)
+
+
+def _of_programs_along() -> Parts:
+    """Returns the parts of the derivative of any program along an axis that is not the last."""
+    return _parts_of(ROWS_ALONG, ROWS_ALONG_JVP)
+
+
+def _parts_of(run: Operation[Any], move: Operation[Any]) -> Parts:
+    def extents(p: RowProblem) -> dict[str, int]:
+        return {"rows": p.rows} | ({"inner": p.inner} if isinstance(p, ProgramAlongProblem) else {})
 
     def saving(p: RowProblem, found: Derivative) -> ProgramProblem:
-        return ProgramProblem(rows=p.rows, text=found.forward.text(), name=f"{_name(p)}_saving")
+        return run.problem(text=found.forward.text(), name=f"{_name(p)}_saving", **extents(p))
 
     def tangent(p: RowProblem, found: Derivative) -> ProgramTangentProblem:
         text = found.backward.text()
-        return ProgramTangentProblem(rows=p.rows, text=text, name=f"{_name(p)}_jvp", last=len(found.moving))
+        return move.problem(text=text, name=f"{_name(p)}_jvp", last=len(found.moving), **extents(p))
 
     def backward(p: ProgramTangentProblem, _: None) -> ProgramProblem:
-        return ProgramProblem(rows=p.rows, text=p.text, name=p.name.removesuffix("_jvp") + "_backward")
+        return run.problem(text=p.text, name=p.name.removesuffix("_jvp") + "_backward", **extents(p))
 
-    return Parts((ROWS, saving), (ROWS_JVP, tangent), (ROWS, backward))
+    return Parts((run, saving), (move, tangent), (run, backward))
 
 
 def _name(p: RowProblem) -> str:
@@ -425,7 +441,7 @@ ROWS: Operation[ProgramProblem] = Operation(
     kernels(XlaRows()),
     params=("own_rules",),
     jvp=jvp_rule(_of_programs),
-    front_end=bind_program,
+    front_end=functools.partial(bind_program, ProgramProblem),
     regions=find,
     regions_last=True,
     **_RULES,
@@ -437,5 +453,23 @@ ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
     params=("own_rules",),
     jvp=_tangent_of_tangent,
     transpose=transpose_rule(_of_programs),
+    **_RULES,
+)
+ROWS_ALONG: Operation[ProgramAlongProblem] = Operation(
+    "rows_along",
+    ProgramAlongProblem,
+    (HopperChannels(), XlaRows()),
+    params=("own_rules",),
+    jvp=jvp_rule(_of_programs_along),
+    front_end=functools.partial(bind_program, ProgramAlongProblem),
+    **_RULES,
+)
+ROWS_ALONG_JVP: Operation[ProgramAlongTangentProblem] = Operation(
+    "rows_along_jvp",
+    ProgramAlongTangentProblem,
+    (XlaRows(),),
+    params=("own_rules",),
+    jvp=_tangent_of_tangent,
+    transpose=transpose_rule(_of_programs_along),
     **_RULES,
 )

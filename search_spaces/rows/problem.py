@@ -6,9 +6,10 @@ import abc
 import dataclasses
 import functools
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,10 @@ class RowProblem(Problem):
 
     Attributes:
       rows: number of rows, at least 1.
+      axis: the axis of the columns in arrays of rows, negative.
     """
+
+    axis: ClassVar[int] = -1
 
     rows: int
 
@@ -78,7 +82,7 @@ class RowProblem(Problem):
         return _derivative(self.program_of(**params))
 
     def reference(self, *args: jax.Array, **params: Any) -> Any:
-        return self.pack(evaluate(self.program_of(**params), *args, rounded=False))
+        return self.pack(evaluate(self.program_of(**params), *args, rounded=False, axis=self.axis))
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Returns standard normal operands, but for elements per row: labels are columns, other numbers at least 1/2.
@@ -113,7 +117,7 @@ class RowProblem(Problem):
         rows = {x: program.operands[each.operand] for x, each in enumerate(program.inputs)}
         rows = {x: operand for x, operand in rows.items() if operand.kind == "row"}
         alone = len(rows) == len(program.results) == 1 and program.results[0].kind == "row"
-        if alone and len(program.stages) * program.columns <= ONE_PASS:
+        if alone and self.axis == -1 and len(program.stages) * program.columns <= ONE_PASS:
             return 0.0
         reads = Counter(x for stage in program.reads for x in stage if x in rows)
         again = sum((count - 1) * jnp.dtype(rows[x].dtype).itemsize for x, count in reads.items())
@@ -195,8 +199,8 @@ def _per_row(x: jax.Array, *, columns: int) -> jax.Array:
 
 @jax.jit
 def _infinite_first(x: jax.Array) -> jax.Array:
-    """Rolls the first row with an infinity or a NaN to the front."""
-    return jnp.roll(x, -jnp.argmax(~jnp.isfinite(x.astype(jnp.float32)).all(axis=1)), axis=0)
+    """Rolls the first row, or sample, with an infinity or a NaN to the front."""
+    return jnp.roll(x, -jnp.argmax(~jnp.isfinite(x.astype(jnp.float32)).all(axis=tuple(range(1, x.ndim)))), axis=0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -269,6 +273,63 @@ class ProgramProblem(RowProblem):
         return {"rows": self.rows, "columns": program.columns, "like": str(like)}
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramAlongProblem(ProgramProblem):
+    """A row program along an axis that is not the last: rows ``[samples, columns, inner]``.
+
+    Elements per row are ``[samples, inner]``, and vectors that all rows share ``[columns]``.
+
+    Attributes:
+      inner: rows of a sample, whose elements at the same column are adjacent in memory; divides `rows`.
+    """
+
+    axis = -2
+    # As in `GroupNormProblem`: a row is one of the channels.
+    group: ClassVar[int] = 1
+    shared_axis: ClassVar[str] = "positions"
+
+    inner: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner < 1 or self.rows % self.inner:
+            raise ValueError(f"rows={self.rows} are no samples of inner={self.inner} rows")
+
+    @classmethod
+    def of(cls, *args: Any, text: str = "", name: str = "") -> ProgramAlongProblem:
+        by_row = [x for x, of in zip(args, _parsed(text).operands, strict=True) if of.kind in ("row", "scalar")]
+        return cls(by_row[0].shape[0] * by_row[0].shape[-1], text, name, by_row[0].shape[-1])
+
+    @property
+    def samples(self) -> int:
+        return self.rows // self.inner
+
+    @property
+    def positions(self) -> int:
+        return self.columns_of_program
+
+    @property
+    def channels(self) -> int:
+        return self.inner
+
+    def _array(self, x: Operand) -> jax.ShapeDtypeStruct:
+        columns = x.parts * self.columns_of_program
+        shapes = {"row": (self.samples, columns, self.inner), "scalar": (self.samples, self.inner), "number": ()}
+        return jax.ShapeDtypeStruct(shapes.get(x.kind, (columns,)), jnp.dtype(x.dtype))
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} inner={self.inner}"
+
+    def brief(self) -> str:
+        return f"inner={self.inner} {super().brief()}"
+
+    def coordinates(self) -> Mapping[str, int | bool | str]:
+        return {**super().coordinates(), "inner": self.inner}
+
+
 # ------------------------------------------------------------------------------
 # The tangent of a row program: the transpose of its backward pass.
 
@@ -296,7 +357,7 @@ class TangentProblem(RowProblem):
         saved, tangents = args[:-count], args[-count:]
 
         def backward(*cotangents: jax.Array) -> tuple[jax.Array, ...]:
-            return evaluate(program, *saved, *cotangents, rounded=False)
+            return evaluate(program, *saved, *cotangents, rounded=False, axis=self.axis)
 
         shapes = [jax.ShapeDtypeStruct(s.shape, jnp.float32) for s in self.results()]
         transposed = jax.linear_transpose(backward, *shapes)(tuple(x.astype(jnp.float32) for x in tangents))
@@ -329,6 +390,11 @@ class ProgramTangentProblem(TangentProblem, ProgramProblem):
         return self.last
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramAlongTangentProblem(ProgramTangentProblem, ProgramAlongProblem):
+    """The tangent of a row program along an axis that is not the last."""
+
+
 # ------------------------------------------------------------------------------
 # Batching and sharding: a batch axis becomes more rows, and devices divide the rows.
 
@@ -355,17 +421,20 @@ def shard(p: RowProblem) -> Sharding[Any]:
 
     def letters(x: Operand) -> str:
         columns = "columns" if x.parts == 1 else f"columns_{x.parts}"
-        return {"row": f"rows {columns}", "scalar": "rows", "number": ""}.get(x.kind, columns)
+        row = " ".join((rows[0], columns, *rows[1:]))
+        return {"row": row, "scalar": " ".join(rows), "number": ""}.get(x.kind, columns)
 
+    rows = ("samples", "inner") if isinstance(p, ProgramAlongProblem) else ("rows",)
     operands, results = p.arrays
     rule = f"{', '.join(map(letters, operands))} -> {', '.join(map(letters, results))}"
 
     def local(problem: RowProblem, extents: Mapping[str, int]) -> RowProblem:
-        return dataclasses.replace(problem, rows=extents["rows"])
+        inner = {name: extents[name] for name in rows[1:]}
+        return dataclasses.replace(problem, rows=math.prod(extents[name] for name in rows), **inner)
 
     if p.sums_rows:
-        return Sharding(rule, (), ("rows",), local=local)
-    return Sharding(rule, ("rows",), local=local)
+        return Sharding(rule, (), rows, local=local)
+    return Sharding(rule, rows, local=local)
 
 
 def rounded_at_each_step(problem: RowProblem) -> Any:

@@ -370,33 +370,46 @@ def scalar_equations(program: Program, level: int) -> Iterator[int]:
 
 
 def evaluate(
-    program: Program, *arrays: jax.Array, rounded: bool = True, counted: jax.Array | None = None
+    program: Program, *arrays: jax.Array, rounded: bool = True, counted: jax.Array | None = None, axis: int = -1
 ) -> tuple[jax.Array, ...]:
     """Computes all rows at once, in float32 or in float64 if an operand is float64.
 
     Args:
       rounded: round floating-point results to their dtypes; else they keep the dtype of the computation.
-      counted: for each row, whether sums over rows include it; None includes all.
+      counted: for each row, whether sums over rows include it; None includes all. The columns are then the last axis.
+      axis: the axis of the columns in arrays of rows, negative. Elements per row have the other axes.
     """
     wide = any(x.dtype == jnp.float64 for x in arrays)
     real = jnp.float64 if wide else jnp.float32
-    rows = next((x.shape[0] for x, o in zip(arrays, program.operands, strict=True) if o.kind in ("row", "scalar")), 1)
+    of_rows = [
+        jnp.expand_dims(x, axis) if o.kind == "scalar" else x
+        for x, o in zip(arrays, program.operands, strict=True)
+        if o.kind in ("row", "scalar")
+    ]
+    whole = list(of_rows[0].shape) if of_rows else [1, 1]
+    whole[axis] = program.columns
     known: dict[int, Any] = {}
 
     def convert(x: jax.Array) -> jax.Array:
         return x.astype(real) if within(str(x.dtype)) == "float32" else x.astype(within(str(x.dtype)))
 
+    def shared(vector: jax.Array) -> jax.Array:
+        return vector.reshape(-1, *(1,) * (-1 - axis))
+
     for number, read in enumerate(program.inputs):
         operand, array = program.operands[read.operand], arrays[read.operand]
-        if operand.kind in ("row", "shared"):
-            array = array[..., read.part * program.columns : (read.part + 1) * program.columns]
-        known[number] = convert(array[:, None] if operand.kind == "scalar" else array)
+        part = slice(read.part * program.columns, (read.part + 1) * program.columns)
+        if operand.kind == "row":
+            array = array[(..., part, *(slice(None),) * (-1 - axis))]
+        elif operand.kind == "shared":
+            array = shared(array[part])
+        known[number] = convert(jnp.expand_dims(array, axis) if operand.kind == "scalar" else array)
     for value, equation in enumerate(program.equations, len(program.inputs)):
         inputs = [np.dtype(x.dtype).type(x.value) if isinstance(x, Number) else known[x] for x in equation.inputs]
         if equation.name == "index":
-            known[value] = jnp.arange(program.columns, dtype=jnp.int32)[None]
+            known[value] = shared(jnp.arange(program.columns, dtype=jnp.int32))
         elif equation.name in REDUCTIONS:
-            known[value] = _reduce(equation.name, jnp.broadcast_to(inputs[0], (rows, program.columns)))
+            known[value] = _reduce(equation.name, jnp.broadcast_to(inputs[0], whole), axis)
         elif equation.name in OF_XLA:
             known[value] = OF_XLA[equation.name](*inputs, *equation.params)
         else:
@@ -405,16 +418,18 @@ def evaluate(
     def finish(result: Result) -> jax.Array:
         floating = jnp.issubdtype(result.dtype, jnp.floating)
         dtype = jnp.dtype(real) if floating and (wide or not rounded) else jnp.dtype(result.dtype)
-        shape = (rows, 1 if result.kind == "scalar" else program.columns)
+        shape = list(whole)
+        shape[axis] = 1 if result.kind == "scalar" else program.columns
         atoms = result.values if rounded or not floating else [before_rounding(program, x) for x in result.values]
         values = [x.value if isinstance(x, Number) else known[x] for x in atoms]
         parts = [jnp.broadcast_to(jnp.asarray(x), shape) for x in values]
         if result.kind == "scalar":
-            return parts[0][:, 0].astype(dtype)
-        joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+            return jnp.squeeze(parts[0], axis).astype(dtype)
+        joined = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
         if result.kind == "row sum" and counted is not None:
             joined = jnp.where(counted[:, None], joined, 0)
-        return (jnp.sum(joined, axis=0) if result.kind == "row sum" else joined).astype(dtype)
+        others = tuple(i for i in range(joined.ndim) if i != joined.ndim + axis)
+        return (jnp.sum(joined, axis=others) if result.kind == "row sum" else joined).astype(dtype)
 
     return tuple(map(finish, program.results))
 
@@ -425,7 +440,7 @@ def before_rounding(program: Program, atom: Atom) -> Atom:
     return equation.inputs[0] if equation is not None and equation.name == "round" else atom
 
 
-def _reduce(name: str, x: jax.Array) -> jax.Array:
+def _reduce(name: str, x: jax.Array, axis: int) -> jax.Array:
     if name == "sum_exp":
-        return jnp.sum(jnp.exp(x - clamped(jnp.max(x, axis=1, keepdims=True))), axis=1, keepdims=True)
-    return REDUCTIONS[name].along(x, axis=1, keepdims=True)
+        return jnp.sum(jnp.exp(x - clamped(jnp.max(x, axis=axis, keepdims=True))), axis=axis, keepdims=True)
+    return REDUCTIONS[name].along(x, axis=axis, keepdims=True)

@@ -1,8 +1,9 @@
-"""Group norm of arrays with channels last: Hopper's kernel, interpreted and as machine code, and tuned calls."""
+"""Group norm, and row programs along an axis that is not the last: kernels, interpreted and as machine code."""
 
 import dataclasses
 import functools
 import json
+import random
 import re
 import sys
 
@@ -14,12 +15,16 @@ import numpy as np
 import pytest
 
 import scheduler
-from search_spaces import Columns
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from search_spaces import Columns, load
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, JAX_VERSION, gpu_interpreter
 from search_spaces.rows.builder import online
 from search_spaces.rows.channels import GROUP_NORM, GroupNormProblem, group_norm
+from search_spaces.rows.formulas import layer_norm, softmax, softmax_with_lse
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
 from search_spaces.rows.hopper.channels import ChannelSchedule, run_channels
+from search_spaces.rows.problem import ProgramAlongProblem
 from search_spaces.rows.reader import trace
 from search_spaces.space import round_up
 
@@ -51,7 +56,106 @@ CASES = {
         ChannelSchedule(8, 4, 2, resident=32),
     ),
     "resident blocks of float32": (GroupNormProblem(2, 310, 64, 16, "float32"), ChannelSchedule(4, 4, 2, resident=16)),
+    "channels are groups of a resident block": (GroupNormProblem(2, 128, 64, 1), ChannelSchedule(4, 8, 1, resident=32)),
 }
+
+
+def along(function, samples, columns, inner, **operands):
+    """Returns the problem of a function of rows along the middle axis; `operands` are kinds and dtypes by name."""
+    kinds = [kind for kind, _ in operands.values()]
+    shapes = [
+        jax.ShapeDtypeStruct((columns,) if kind in ("row", "shared") else (), dtype)
+        for kind, dtype in operands.values()
+    ]
+    text = trace(function, shapes, kinds)[0].text()
+    return ProgramAlongProblem(samples * inner, text, function.__name__, inner)
+
+
+def weighted(x, y, scale):
+    z = x.astype(jnp.float32) * y
+    return (z - jnp.max(z)).astype(x.dtype), jnp.sum(z) * scale, jnp.argmax(z)
+
+
+def softmax_backward(y, dy):
+    a, b = y.astype(jnp.float32), dy.astype(jnp.float32)
+    return (a * (b - jnp.sum(a * b))).astype(y.dtype)
+
+
+BF16, F32 = ("row", "bfloat16"), ("row", "float32")
+NORM = {"x": BF16, "weight": ("shared", "float32"), "bias": ("shared", "bfloat16")}
+ALONG = {
+    "softmax, more than a line": (along(softmax, 2, 37, 512, x=BF16), ChannelSchedule(4, 8, 1)),
+    "softmax of float32, less than a line, a cluster": (
+        along(softmax, 2, 45, 64, x=F32),
+        ChannelSchedule(4, 4, 1, 2),
+    ),
+    "softmax, accesses of one element": (along(softmax, 1, 21, 96, x=BF16), ChannelSchedule(4, 1, 2)),
+    "softmax, resident blocks": (along(softmax, 3, 128, 64, x=BF16), ChannelSchedule(4, 8, 1, resident=32)),
+    "softmax of float32, resident, with overlaps": (
+        along(softmax, 1, 253, 32, x=F32),
+        ChannelSchedule(4, 4, 1, 2, resident=32),
+    ),
+    "a log-sum-exp, chunks in SMEM": (
+        along(softmax_with_lse, 1, 150, 256, x=BF16),
+        ChannelSchedule(8, 8, 2, 2, kept=4),
+    ),
+    "vectors by position, a position in a line": (along(layer_norm, 2, 37, 256, **NORM), ChannelSchedule(4, 8, 1)),
+    "vectors by position, several in a line": (along(layer_norm, 2, 61, 64, **NORM), ChannelSchedule(4, 8, 1, 2)),
+    "vectors by position, an access of all channels": (along(layer_norm, 1, 150, 8, **NORM), ChannelSchedule(4, 8, 1)),
+    "vectors by position, resident blocks": (
+        along(layer_norm, 2, 128, 64, **NORM),
+        ChannelSchedule(4, 8, 2, resident=64),
+    ),
+    "two rows of different dtypes, and scalars": (
+        along(weighted, 2, 50, 128, x=BF16, y=F32, scale=("scalar", "float32")),
+        ChannelSchedule(4, 4, 1),
+    ),
+    "a backward pass": (along(softmax_backward, 1, 67, 128, y=BF16, dy=BF16), ChannelSchedule(8, 4, 1, 2, kept=4)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", ALONG)
+def test_rows_along_another_axis_agree_with_float64(case):
+    problem, schedule = ALONG[case]
+    assert KERNEL.supports(problem, hopper.H200.target) is None
+    assert not KERNEL.space(problem, hopper.H200.target).broken(schedule)
+    actual, _ = hopper.interpret(KERNEL, problem, schedule, cores=2)
+    with jax.enable_x64(True):
+        exact = [x.astype(jnp.float64) for x in problem.inputs(seed=0)]
+        wanted = jax.tree.map(np.asarray, problem.reference(*exact))
+    allowed = problem.for_each(problem.tolerance())
+    for found, right, each in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), allowed, strict=True):
+        assert found.shape == right.shape
+        error = np.abs(found - right) - each.relative * np.abs(right)
+        assert error.max() <= each.absolute * np.abs(right).max()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inner", [64, 96, 1024, 3136])
+def test_a_search_has_streamed_and_resident_schedules_that_request_the_declared_smem(inner):
+    problem = along(softmax, 16, 2048, inner, x=BF16)
+    found = prune(KERNEL, problem, hopper.H200, CostModel(hopper.H200)).candidates()
+    schedules = [KERNEL.space(problem, hopper.H200.target).decode(each.schedule) for each in found]
+    for resident in (True, False):
+        of_kind = [s for s in schedules if bool(s.resident) == resident]
+        for one in random.Random(inner).sample(of_kind, 2):
+            declared = KERNEL.footprint(problem, Columns.of([one]), hopper.H200.target).onchip_bytes[0]
+            hopper.check_onchip_bytes(KERNEL, problem, one, declared)
+
+
+def test_kernels_along_another_axis_refuse_what_they_do_not_compute():
+    def reason(problem):
+        return KERNEL.supports(problem, hopper.H200.target)
+
+    assert "49 channels" in reason(along(softmax, 2, 64, 49, x=BF16))
+    assert "reduces rows" in reason(along(lambda x: x + 1, 2, 64, 64, x=BF16))
+    assert "parts of a row" in reason(along(lambda x: x[:64] * jnp.sum(x[64:]), 2, 128, 64, x=BF16))
+    with_weight = along(lambda x, weight: x * weight * jnp.sum(x), 2, 64, 64, x=F32, weight=("shared", "float32"))
+    assert reason(with_weight) is None
+    backward = with_weight.derivative().backward
+    assert "sums over rows" in reason(dataclasses.replace(with_weight, text=backward.text()))
+    assert not KERNEL.verified_on
 
 
 @interpreted
@@ -94,7 +198,7 @@ def test_another_program_reduces_positions_for_each_channel():
 
 
 def test_the_kernel_requests_the_smem_that_its_footprint_declares_and_refuses_other_groups():
-    for problem, schedule in [*CASES.values()][:5] + [*CASES.values()][-4:]:
+    for problem, schedule in [*CASES.values()][:5] + [*CASES.values()][-5:] + [*ALONG.values()]:
         predicted = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target).onchip_bytes[0]
         hopper.check_onchip_bytes(KERNEL, problem, schedule, predicted)
     assert "groups of 10" in KERNEL.supports(GroupNormProblem(1, 4096, 320, 10), hopper.H200.target)
@@ -122,32 +226,37 @@ def test_a_call_its_derivative_and_a_batch():
 @machine_code.needed()
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("extents", "schedule"),
+    ("problem", "schedule"),
     [
         *[
-            (extents, schedule)
+            (GroupNormProblem(*extents), schedule)
             for extents in [(64, 3136, 256, 8), (64, 3136, 64, 2), (64, 785, 512, 16)]
             for schedule in [ChannelSchedule(8, 8, 4, 8), ChannelSchedule(16, 8, 2, 4, kept=4)]
         ],
-        ((64, 3136, 256, 8), ChannelSchedule(8, 8, 7, resident=32)),
-        ((64, 3136, 256, 8), ChannelSchedule(16, 8, 5, 2, resident=64)),
+        (GroupNormProblem(64, 3136, 256, 8), ChannelSchedule(8, 8, 7, resident=32)),
+        (GroupNormProblem(64, 3136, 256, 8), ChannelSchedule(16, 8, 5, 2, resident=64)),
+        (along(softmax, 16, 2048, 1024, x=BF16), ChannelSchedule(8, 8, 4, 8)),
+        (along(softmax, 16, 2048, 1024, x=BF16), ChannelSchedule(8, 8, 4, resident=32)),
+        (along(layer_norm, 16, 768, 3136, **NORM), ChannelSchedule(8, 2, 4, 4)),
+        (along(layer_norm, 16, 768, 1024, **NORM), ChannelSchedule(8, 8, 2, 4, kept=4)),
+        (along(softmax_backward, 16, 2048, 1024, y=BF16, dy=BF16), ChannelSchedule(8, 8, 2, 8)),
     ],
 )
-def test_ptxas_spills_nothing_and_needs_about_the_registers_that_are_declared(extents, schedule, tmp_path):
-    problem = GroupNormProblem(*extents)
+def test_ptxas_spills_nothing_and_needs_about_the_registers_that_are_declared(problem, schedule, tmp_path):
     fields = json.dumps(dataclasses.asdict(schedule))
-    said, file, _ = machine_code.compiled(__file__, tmp_path, problem.canonical(), fields)
+    operation = "group_norm" if isinstance(problem, GroupNormProblem) else "rows_along"
+    said, file, _ = machine_code.compiled(__file__, tmp_path, operation, problem.canonical(), fields)
     assert "0 bytes spill stores" in said
     declared = KERNEL.footprint(problem, Columns.of([schedule]), hopper.H200.target)
     assert int(re.search(r"Used (\d+) registers", said)[1]) <= round_up(declared.registers[0] + 16, 8)
     text = file.read_text()
-    passes = 3 * schedule.accesses
-    assert text.count("ld.shared.v4" if schedule.resident else "ld.v4.b32") >= passes
+    passes = (len(online(problem.program_of()).stages) + 1) * schedule.accesses
+    assert text.count("ld.shared.v4" if schedule.resident else f"ld.v{min(4, schedule.vector)}") >= passes
     assert ("cp.async.bulk.tensor" in text) == bool(schedule.resident)
 
 
-def main(canonical: str, fields: str) -> None:
-    problem, one = GroupNormProblem.from_canonical(canonical), ChannelSchedule(**json.loads(fields))
+def main(operation: str, canonical: str, fields: str) -> None:
+    problem, one = load(operation).problem.from_canonical(canonical), ChannelSchedule(**json.loads(fields))
     machine_code.compile_for_h200(lambda *args: KERNEL.run(problem, one, hopper.H200.target, *args), problem.operands())
 
 

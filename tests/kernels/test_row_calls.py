@@ -251,9 +251,105 @@ def test_the_dtype_of_a_weight_is_a_field_of_the_problem_if_it_is_not_that_of_th
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2, (0, 2)])
-def test_softmax_along_other_axes_is_jaxs(axis):
-    close(tuned_softmax(X, axis), jax.nn.softmax(X, axis))
-    close(tuned_log_softmax(X, axis), jax.nn.log_softmax(X, axis))
+def test_softmax_along_other_axes_and_its_gradient_are_jaxs(axis):
+    def with_lse(x):
+        return jax.nn.softmax(x, axis), jax.nn.logsumexp(x, axis)
+
+    for ours, plain in (
+        (lambda x: tuned_softmax(x, axis), lambda x: jax.nn.softmax(x, axis)),
+        (lambda x: tuned_log_softmax(x, axis), lambda x: jax.nn.log_softmax(x, axis)),
+        (lambda x: tuned_softmax(x, axis, return_lse=True), with_lse),
+        (lambda x: tuned_softmax(x, axis, return_lse=True)[1], lambda x: jax.nn.logsumexp(x, axis)),
+    ):
+        close(ours(X), plain(X))
+        mine, right = (
+            jax.grad(lambda x, f=f: sum(jnp.sum(y**3) for y in jax.tree.leaves(f(x))))(X) for f in (ours, plain)
+        )
+        close(mine, right, rtol=1e-3, atol=1e-4)
+
+
+def posed(function, *args):
+    return [(row.operation.name, row.problem) for row in scheduler.problems(function, *args).tuned]
+
+
+def test_rows_along_another_axis_are_a_problem_of_their_own_unless_trailing_axes_have_one_element():
+    ((name, problem),) = posed(lambda x: tuned_softmax(x, 0), X)
+    assert (name, problem.samples, problem.columns_of_program, problem.inner) == ("rows_along", 1, 3, 240)
+    ((name, problem),) = posed(jax.vmap(lambda x: tuned_softmax(x, 0)), X)
+    assert (name, problem.samples, problem.columns_of_program, problem.inner) == ("rows_along", 3, 6, 40)
+    assert {name for name, _ in posed(jax.grad(lambda x: tuned_log_softmax(x, 1)[0, 0, 0]), X)} == {"rows_along"}
+    trailing = X[..., None]
+    ((name, problem),) = posed(lambda x: tuned_softmax(x, 2, return_lse=True), trailing)
+    assert (name, problem.rows, problem.columns) == ("softmax_with_lse", 18, 40)
+    shapes = [x.shape for x in tuned_softmax(trailing, 2, return_lse=True)]
+    assert shapes == [(3, 6, 40, 1), (3, 6, 1)]
+
+
+def test_a_function_of_rows_along_an_axis_and_its_derivatives():
+    @scheduler.rows(axis=1, scalars=("scale",))
+    def ours(x, weight, bias, y, scale, *, eps=1e-6):
+        centred = x - jnp.mean(x)
+        norm = centred * jax.lax.rsqrt(jnp.mean(centred * centred) + eps)
+        return norm * weight + bias + y * scale, jnp.max(x)
+
+    def plain(x, weight, bias, y, scale):
+        norm = jnp.moveaxis(layer_norm(jnp.moveaxis(x, 1, -1), weight, bias), -1, 1)
+        return norm + y * jnp.expand_dims(scale, 1), jnp.max(x, axis=1)
+
+    x = jnp.reshape(X, (3, 6, 8, 5))
+    args = (x, W[:6], B[:6], jnp.cos(x), x[:, 2])
+
+    def loss(f):
+        return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in f(*args))
+
+    def hessian(f):
+        return jax.hessian(
+            lambda x: loss(f)(x, *(a[:1, :, :1] if a.ndim == 4 else a for a in args[1:4]), args[4][:1, :1])
+        )
+
+    for change in (lambda f: f, jax.jit, lambda f: jax.grad(loss(f), range(5)), lambda f: lambda *a: jax.jvp(f, a, a)):
+        jax.tree.map(lambda a, b: close(a, b, rtol=1e-3, atol=1e-4), change(ours)(*args), change(plain)(*args))
+    close(hessian(ours)(x[:1, :, :1]), hessian(plain)(x[:1, :, :1]), rtol=1e-3, atol=1e-3)
+    many = [jnp.stack([a, 2 * a]) if a.ndim > 1 else a for a in args]
+    batched = (jax.vmap(f, (0, None, None, 0, 0))(*many) for f in (ours, plain))
+    jax.tree.map(lambda a, b: close(a, b, rtol=1e-3, atol=1e-4), *batched)
+    assert ours.problem(*args).inner == 40
+    assert ours.tune(*args, budget=1).key.operation == "rows_along"
+    with pytest.raises(ValueError, match=r"axes \(3,\) and \(8, 5\) around the rows"):
+        ours(*args[:3], x[:, :, :4], args[4])
+    with pytest.raises(ValueError, match="axis=1 is none of"):
+        ours(W, *args[1:])
+
+
+def test_segments_of_rows_along_an_axis_and_functions_that_no_kernel_computes():
+    @scheduler.rows(axis=0)
+    def scaled(x):
+        blocks = x.reshape(3, 32)
+        most = jnp.max(jnp.abs(blocks), axis=1)
+        return (blocks / most[:, None]).reshape(x.shape), most
+
+    @scheduler.rows(axis=0)
+    def ordered(x):
+        return jnp.sort(x), x.reshape(3, 32).sum(1)
+
+    @scheduler.rows(axis=1)
+    def last(x):
+        return jax.nn.softmax(x)
+
+    x = jax.random.normal(jax.random.key(0), (96, 4, 5))
+    blocks = x.reshape(3, 32, 4, 5)
+    most = jnp.max(jnp.abs(blocks), axis=1)
+    found, scale = scaled(x)
+    close(found, (blocks / most[:, None]).reshape(x.shape))
+    close(scale, most)
+    assert (scaled.problem(x).samples, scaled.problem(x).inner) == (3, 20)
+    found, total = ordered(x)
+    close(found, jnp.sort(x, axis=0))
+    close(total, blocks.sum(1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="ordered"):
+        ordered.problem(x)
+    assert [name for name, _ in posed(last, x[..., 0])] == ["rows"]
+    assert last.tune(x[..., 0], budget=1).key.operation == "rows"
     close(tuned_softmax(X, 2, backends="pallas"), jax.nn.softmax(X))
 
 
@@ -335,7 +431,7 @@ def test_what_kernels_do_not_take_is_answered_by_the_formula():
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (lambda **how: tuned_softmax(X * 1, 0, **how), r"axis=0 is not the last one of x \(3, 6, 40\)"),
+        (lambda **how: tuned_softmax(X * 1, (0, 1), **how), r"axis=\(0, 1\) is not the last one of x \(3, 6, 40\)"),
         (lambda **how: tuned_softmax(X[:0], **how), "x is empty"),
         (lambda **how: tuned_softmax(X.astype("int32"), **how), "dtype='int32' is not one of bfloat16"),
         (lambda **how: tuned_rms_norm(X, W.astype("float64"), **how), "weight.*float64"),

@@ -20,7 +20,7 @@ from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.hopper.synchronization import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu, store
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES, STORE_TO_RANK, tiled
+from search_spaces.rows.hopper.thread_layout import OF_WARPS, REDUCTION_BYTES, STORE_TO_RANK, tiled
 from search_spaces.rows.program import Program
 from search_spaces.rows.stages import most_statistics
 from search_spaces.space import round_up
@@ -46,6 +46,7 @@ class ChannelPlan:
       cluster: CTAs that share a sample.
       kept: eighths of a CTA's chunks that stay in SMEM after the first stage.
       resident: channels of a block of which SMEM holds all positions of a CTA; 0 if CTAs stream their positions.
+      shared_axis: axis of vectors that all rows share: "channels" or "positions".
     """
 
     positions: int
@@ -57,12 +58,14 @@ class ChannelPlan:
     cluster: Any
     kept: Any = 0
     resident: Any = 0
+    shared_axis: str = "channels"
 
     @classmethod
     def of(cls, p: Any, s: Any) -> ChannelPlan:
         """Returns the plan of a `ChannelSchedule`, or of `Columns` of them."""
-        warpgroups = s.warps // WARPS
-        return cls(p.positions, p.channels, p.group, s.vector, warpgroups, s.accesses, s.cluster, s.kept, s.resident)
+        of_problem = (p.positions, p.channels, p.group)
+        of_schedule = (s.vector, s.warps // WARPS, s.accesses, s.cluster, s.kept, s.resident)
+        return cls(*of_problem, *of_schedule, p.shared_axis)
 
     @property
     def block(self) -> Any:
@@ -75,7 +78,8 @@ class ChannelPlan:
 
     @property
     def line_positions(self) -> Any:
-        return WARP * self.vector // self.block
+        # A rule excludes lines shorter than a resident block.
+        return np.maximum(1, WARP * self.vector // self.block)
 
     @property
     def fragment(self) -> Any:
@@ -117,8 +121,8 @@ class ChannelPlan:
 
     @property
     def splits_vector(self) -> Any:
-        """Whether an access of a thread has several groups. Statistics are then those of channels."""
-        return self.group < self.vector
+        """Whether an access of a thread has several groups, or a channel is one. Statistics are those of channels."""
+        return (self.group < self.vector) | (self.group == 1)
 
     @property
     def numbers(self) -> Any:
@@ -205,10 +209,33 @@ class ChannelLayout:
         return tiled((self.shape, (self.vector,)), warps=-rank - 1, lanes=tuple(range(-rank, -1)))
 
     @functools.cached_property
+    def run(self) -> Any:
+        """Layout of a fragment as one run of elements, of which each thread has the same ones."""
+        line = WARP * self.vector
+        return tiled(((WARPS * line,), (line,), (self.vector,)), warps=-3, lanes=-2)
+
+    def of_run(self, run: jax.Array) -> jax.Array:
+        """Returns a run of elements as a fragment."""
+        return _same_registers(run, self.run, self.shape, self.layout)
+
+    def as_run(self, fragment: jax.Array) -> jax.Array:
+        """Returns a fragment as a run of elements."""
+        return _same_registers(fragment, self.layout, (fragment.size,), self.run)
+
+    @functools.cached_property
     def shared(self) -> Any:
         """Layout of what all positions share."""
         lanes = self._lanes(*range(-len(self.unit) - 1, -1))
         return tiled((self.unit, (self.vector,)), warps=plgpu.Replicated(WARPS), lanes=lanes)
+
+    @functools.cached_property
+    def of_positions(self) -> Any:
+        """Layout of what all channels of a position share, with the axes of `shape` before those of `unit`."""
+        if self.positions == 1:
+            return OF_WARPS
+        again = WARP // self.positions
+        lanes = (-2, *((plgpu.Replicated(again),) if again > 1 else ()))
+        return tiled(((WARPS, self.positions), (1,)), warps=-3, lanes=lanes)
 
     def of_numbers(self, rows: int = 0) -> Any:
         """Returns the layout of the numbers of a statistic, which all warps have; of several, if `rows` is not 0."""
@@ -238,6 +265,21 @@ class ChannelLayout:
         if self.positions == 1:
             return warp
         return warp * self.positions + plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
+
+
+def _same_registers(x: jax.Array, layout: Any, shape: tuple[int, ...], made: Any) -> jax.Array:
+    """Returns an array of another shape and layout in which each thread has the same elements in the same order."""
+
+    @mosaic_gpu_code(
+        lambda x: x.reshape(shape), arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, made)
+    )
+    def reshape(_: Any, x: Any) -> Any:
+        to = made.to_mgpu()
+        registers = x.registers.reshape(to.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=x.is_signed)
+
+    reshaped: jax.Array = reshape(x)
+    return reshaped
 
 
 # ------------------------------------------------------------------------------

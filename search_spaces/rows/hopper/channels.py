@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,22 @@ from search_spaces.rows.builder import online
 from search_spaces.rows.hopper.channel_layout import ChannelPlan
 from search_spaces.rows.hopper.resident_channels import resident_channels, unsupported_program
 from search_spaces.rows.hopper.streamed_channels import streamed_channels
-from search_spaces.rows.program import Program
+from search_spaces.rows.program import Operand as Array
+from search_spaces.rows.program import Program, Result
 from search_spaces.rows.stages import most_statistics
 from search_spaces.space import Columns, Space, round_up
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
     from search_spaces.rows.channels import GroupNormProblem
+    from search_spaces.rows.problem import ProgramAlongProblem
+
+    ChannelProblem: TypeAlias = GroupNormProblem | ProgramAlongProblem
+
+P = TypeVar("P", bound="ChannelProblem")
+
+# Element types of rows.
+LOADED = frozenset({"float32", "bfloat16", "float16", "int32"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +72,7 @@ def run_channels(
     Args:
       ctas: persistent CTAs of the chip, of resident blocks.
       results: shapes and dtypes: rows ``[samples, positions, channels]``, scalars ``[samples, channels // group]``.
-      arrays: operands in the same form, and shared vectors ``[channels]``.
+      arrays: operands in the same form, and shared vectors ``[channels]`` or ``[positions]``.
     """
     if plan.resident:
         return resident_channels(program, plan, ctas, results, arrays)
@@ -72,19 +81,27 @@ def run_channels(
 
 # Registers of a thread besides those for its elements (ptxas).
 _REGISTERS = 40
+# Registers for each statistic after the first while those of four warps and of warpgroups are combined (ptxas).
+_COMBINED = 6
 
 
-class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
-    """A row program of adjacent channels."""
+class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
+    """A row program of adjacent channels, or of each channel, at all positions of a sample."""
 
     backend = "mosaic_gpu"
     version = 1
     most_elements = INDICES_OF_32_BITS
 
-    def supports(self, problem: GroupNormProblem, target: Target) -> str | None:
-        p = problem
+    def supports(self, problem: P, target: Target) -> str | None:
+        p, program = problem, problem.program_of()
         if reason := not_hopper(target):
             return reason
+        if program.sums_rows or program.has_parts:
+            return "neither sums over rows nor reads parts of a row, if the columns are not the last axis"
+        if not program.stages or not any(x.kind == "row" for x in program.operands):
+            return "reduces rows, and the program reads or reduces none"
+        if others := ({x.dtype for x in program.operands} | {x.dtype for x in program.results}) - LOADED:
+            return f"loads and stores no {', '.join(sorted(others))} along an axis that is not the last"
         if not _vectors(p):
             return (
                 f"{p.positions} positions of {p.channels} channels in groups of {p.group}: a warpgroup loads 4 "
@@ -92,9 +109,9 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
             )
         return None
 
-    def space(self, problem: GroupNormProblem, target: Target) -> Space[ChannelSchedule]:
+    def space(self, problem: P, target: Target) -> Space[ChannelSchedule]:
         p = problem
-        word = 4 / jnp.dtype(p.dtype).itemsize  # elements of a register
+        word = 4 / max(_itemsizes(p.program_of()))  # elements of a register
 
         def plan(s: Any) -> ChannelPlan:
             return ChannelPlan.of(p, s)
@@ -123,7 +140,9 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
                 "a line of a warp has one or more positions of a resident block, all complete": lambda s: (
                     (s.resident == 0) | ((WARP * s.vector % np.maximum(s.resident, 1) == 0) & (s.vector <= s.resident))
                 ),
-                "an access to a resident block has one group": lambda s: (s.resident == 0) | (s.vector <= p.group),
+                "an access to a resident block has one group, or channels are groups": lambda s: (
+                    (s.resident == 0) | (s.vector <= p.group) | (p.group == 1)
+                ),
                 "a resident block has at most 32 chunks, each with a barrier": lambda s: (
                     (s.resident == 0) | (plan(s).chunks * plan(s).warpgroups <= MAX_BARRIERS)
                 ),
@@ -137,18 +156,22 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
             },
         )
 
-    def footprint(self, problem: GroupNormProblem, schedules: Columns, target: Target) -> Footprint:
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
         program, plan = online(p.program_of()), ChannelPlan.of(p, schedules)
-        x, weight, bias = p.operands()
-        shared = nbytes(weight) + nbytes(bias)
+        operands = list(zip(p.operands(), program.operands, strict=True))
+        of_rows = sum(nbytes(x) for x, of in operands if of.kind == "row")
+        vectors = [x for x, of in operands if of.kind == "shared"]
+        scalars = [x for x, of in operands if of.kind == "scalar"]
+        shared = sum(map(nbytes, vectors)) + sum(map(nbytes, scalars)) / p.samples
         costs, passes = program.costs(again=True), len(program.stages) + 1
         resident = s.resident > 0
         elements = plan.chunk * plan.block * np.where(resident, plan.warpgroups, 1)
         loads = np.where(resident, plan.warpgroups, s.warps * s.accesses * (passes + 1))  # accesses or copies
-        itemsize = jnp.dtype(p.dtype).itemsize
-        statistics = most_statistics(program) * np.where(plan.splits_vector, s.vector, 1)
-        words = s.accesses * itemsize / 4 + most_statistics(program) + 2 * weight.dtype.itemsize / 4
+        read = sum(jnp.dtype(x.dtype).itemsize for x in program.operands if x.kind == "row")
+        several = most_statistics(program)
+        statistics = (several + _COMBINED * max(0, several - 1)) * np.where(plan.splits_vector, s.vector, 1)
+        words = s.accesses * read / 4 + several + sum(x.dtype.itemsize for x in vectors) / 4
         registers = np.asarray(_REGISTERS + words * s.vector + statistics).astype(np.int64)
         ctas = p.samples * plan.blocks * s.cluster
         return Footprint(
@@ -158,16 +181,16 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
             axes=("samples", "blocks of channels", "parts of the positions"),
             # Later stages of streams read L2, of which the model has no bandwidth: their accesses count as the first's.
             step=Phase(
-                loads=(Operand(bytes=nbytes(x) / ctas / plan.chunks, axes=(0, 1, 2), name="x"),),
+                loads=(Operand(bytes=of_rows / ctas / plan.chunks, axes=(0, 1, 2), name="rows"),),
                 fp32_ops=costs[0] * elements + WARP * s.warps * s.accesses * (passes + 1),
                 mufu_ops=costs[1] * elements,
-                onchip_bytes_read=np.where(resident, passes * elements * itemsize, 0),
+                onchip_bytes_read=np.where(resident, passes * elements * read, 0),
                 transactions=loads,
                 flops=p.flops / ctas / plan.chunks,
             ),
             tile=Phase(
-                loads=(Operand(bytes=shared / plan.blocks, axes=(1,), name="weight and bias"),),
-                bytes_written=nbytes(x) / ctas,
+                loads=(Operand(bytes=shared / plan.blocks, axes=(1,), name="shared vectors"),),
+                bytes_written=sum(map(nbytes, p.results())) / ctas,
             ),
             steps=plan.chunks,
             stages=np.where(resident, plan.chunks, 1),
@@ -180,28 +203,32 @@ class HopperChannels(Kernel["GroupNormProblem", ChannelSchedule]):
             dsmem_bytes=np.where(
                 s.cluster > 1, 4.0 * s.cluster * len(program.stages) * most_statistics(program) * plan.numbers, 0.0
             ),
-            access_bytes=s.vector * itemsize,
+            access_bytes=s.vector * max(_itemsizes(program)),
         )
 
-    def run(
-        self, problem: GroupNormProblem, schedule: ChannelSchedule, target: Target, /, *args: Any, **params: Any
-    ) -> Any:
+    def run(self, problem: P, schedule: ChannelSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
             program = online(problem.program_of(**params))
             plan, ctas = ChannelPlan.of(problem, schedule), target.cores * schedule.ctas
-            return run_channels(program, plan, ctas, problem.results(), args)[0]
+            return problem.pack(run_channels(program, plan, ctas, problem.results(), args))
 
 
-def _resident(p: GroupNormProblem) -> tuple[int, ...]:
+def _itemsizes(program: Program) -> list[int]:
+    """Returns the bytes of an element of each array of rows."""
+    arrays: list[Array | Result] = [*program.operands, *program.results]
+    return [jnp.dtype(x.dtype).itemsize for x in arrays if x.kind == "row"]
+
+
+def _resident(p: ChannelProblem) -> tuple[int, ...]:
     """Returns the channels of resident blocks, which have 64 to 256 bytes: whole sectors of DRAM, and whole groups."""
     if unsupported_program(p.program_of()):
         return ()
-    found = [size // jnp.dtype(p.dtype).itemsize for size in (64, 128, 256)]
+    found = [size // max(_itemsizes(p.program_of())) for size in (64, 128, 256)]
     return tuple(x for x in found if p.channels % x == 0 and x % p.group == 0)
 
 
-def _vectors(p: GroupNormProblem) -> tuple[int, ...]:
+def _vectors(p: ChannelProblem) -> tuple[int, ...]:
     """Returns the two largest numbers of elements per access for which threads have whole groups, or parts of one."""
     found = []
     for x in (8, 4, 2, 1):
@@ -210,4 +237,5 @@ def _vectors(p: GroupNormProblem) -> tuple[int, ...]:
         divides = max(p.channels, line) % block == 0 and block % p.group == 0
         if divides and max(p.group, x) % min(p.group, x) == 0 and WARPS * line // block <= p.positions:
             found.append(x)
-    return tuple(x for x in found if x * jnp.dtype(p.dtype).itemsize <= ACCESS_BYTES)[:2]
+    widest = max(_itemsizes(p.program_of()))
+    return tuple(x for x in found if x * widest <= ACCESS_BYTES)[:2]

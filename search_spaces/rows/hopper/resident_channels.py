@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import interprets, load, plgpu, store
-from search_spaces.rows.hopper.channel_layout import ChannelPlan, opaque
+from search_spaces.rows.hopper.channel_layout import ChannelLayout, ChannelPlan, opaque
 from search_spaces.rows.hopper.partition import persistent_ctas
 from search_spaces.rows.hopper.streamed_channels import Cta, launch, samples_of
 from search_spaces.rows.program import Program, narrowed
@@ -108,7 +108,8 @@ class ResidentCta(Cta):
         def apply(chunk: Any, _: tuple[()]) -> tuple[()]:
             fragments = self._chunk(chunk, scalars, shared, len(self.program.stages), kept=True)
             for access, (_position, values) in enumerate(fragments):
-                _store(self._in_slot(chunk, access), narrowed(values, result.values[0], result.dtype))
+                fragment = narrowed(values, result.values[0], result.dtype)
+                _store(self._in_slot(chunk, access), fragment, self.layout)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self._boxed(self._slot(chunk)), self._box(out, self.block, self.sample, chunk))
 
@@ -135,16 +136,21 @@ class ResidentCta(Cta):
         return self.parity * len(self.program.stages) + stage
 
 
-def _load(ref: Any, layout: Any) -> jax.Array:
+def _load(ref: Any, layout: ChannelLayout) -> jax.Array:
     """Loads consecutive positions as a fragment."""
     if interprets():
         return load(ref, None).reshape(layout.shape)
-    return load(ref.reshape(layout.shape), layout.layout)
+    # Mosaic GPU of JAX 0.11.2 tries to swizzle references without an axis of groups, and fails.
+    return (
+        layout.of_run(load(ref, layout.run)) if layout.splits_vector else load(ref.reshape(layout.shape), layout.layout)
+    )
 
 
-def _store(ref: Any, fragment: jax.Array) -> None:
+def _store(ref: Any, fragment: jax.Array, layout: ChannelLayout) -> None:
     if interprets():
         store(ref, fragment.reshape(ref.shape))
+    elif layout.splits_vector:
+        store(ref, layout.as_run(fragment))
     else:
         store(ref.reshape(fragment.shape), fragment)
 

@@ -43,7 +43,8 @@ class Cta:
 
     Attributes:
       refs, outs: references to operands and results: rows flat, or ``[positions of all samples, blocks, *unit]``;
-        shared vectors ``[blocks, *unit]``; scalars ``[samples * blocks, numbers]``.
+        shared vectors ``[blocks, *unit]``, or ``[positions]`` if that is their axis; scalars
+        ``[samples * blocks, numbers]``.
       block, sample, warpgroup, rank: indices of the block of channels, and so on.
       chunks: chunks in SMEM, for each input of `kept_inputs`.
       partials, exchanged: numbers of each warp of the CTA, and of each CTA of the cluster.
@@ -74,7 +75,8 @@ class Cta:
 
     def run(self) -> None:
         scalars = self._first_scalars()
-        shared = {x: self._shared(x) for x in self._inputs("shared")}
+        of_channels = self.plan.shared_axis == "channels"
+        shared = {x: self._shared(x) for x in self._inputs("shared") if of_channels}
         for number in range(len(self.program.stages)):
             stage = Stage(self.program, number)
             found = self._reduce(stage, scalars, shared, backwards=bool(number % 2))
@@ -125,6 +127,11 @@ class Cta:
     def _shared(self, value: int) -> jax.Array:
         """Loads this block's channels of a vector that all samples share, in its dtype in memory."""
         return load(self.refs[self.program.inputs[value].operand].at[self.block], self.layout.shared)
+
+    def _of_positions(self, value: int, position: Any) -> jax.Array:
+        """Loads a fragment's positions of a vector that all rows share, in its dtype in memory."""
+        ref = self.refs[self.program.inputs[value].operand]
+        return load_run(ref, position, self.layout.shape[: self.layout.axis], self.layout.of_positions)
 
     def _reduce(self, stage: Stage, scalars: Any, shared: Any, *, backwards: bool) -> Statistics:
         """Returns the statistics of this warpgroup's elements."""
@@ -202,9 +209,11 @@ class Cta:
                 return self._index(position)
             if x in loaded:
                 return loaded[x].astype(within(str(loaded[x].dtype)))
-            vector_of_channels = shared[x].astype(within(str(shared[x].dtype)))
             axes = tuple(range(self.layout.axis, len(self.layout.shape)))
-            return lax.broadcast_in_dim(vector_of_channels, self.layout.shape, axes)
+            if x not in shared:
+                axes = tuple(range(self.layout.axis))
+            vector = shared[x] if x in shared else self._of_positions(x, position)
+            return lax.broadcast_in_dim(vector.astype(within(str(vector.dtype))), self.layout.shape, axes)
 
         return Values(self.program, scalars, value, self.layout.broadcast)
 
@@ -329,7 +338,7 @@ def launch(
     """
     numbers, cluster, warpgroups = int(plan.numbers), int(plan.cluster), int(plan.warpgroups)
     rows, stages = samples_of(program, arrays) * int(plan.blocks), len(program.stages)
-    of_shared = (int(plan.blocks), *plan.layout.unit)
+    of_shared = (int(plan.blocks), *plan.layout.unit) if plan.shared_axis == "channels" else (-1,)
     shapes = {"row": of_row, "shared": of_shared, "scalar": (rows, numbers), "number": (1,)}
 
     def shape(x: Any, kind: str) -> tuple[int, ...]:
