@@ -12,6 +12,7 @@ import numpy as np
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, MAX_TMA_BOX, WARP, WARPS, not_hopper
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
@@ -102,6 +103,8 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
             return "reduces rows, and the program reads or reduces none"
         if others := ({x.dtype for x in program.operands} | {x.dtype for x in program.results}) - LOADED:
             return f"loads and stores no {', '.join(sorted(others))} along an axis that is not the last"
+        if not HAS_GPU_INTERPRETER and most_statistics(online(program)) > 1:
+            return "reduces a stage to several numbers of each channel, for which JAX infers layouts from 0.11 on"
         if not _vectors(p):
             return (
                 f"{p.positions} positions of {p.channels} channels in groups of {p.group}: a warpgroup loads 4 "
