@@ -360,7 +360,7 @@ def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_l
 
 
 def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
-    problem = MATMUL.problem(m=4096, n=4096, k=4097, dtype="bfloat16")
+    problem = MATMUL.problem(m=384, n=6144, k=6144, dtype="bfloat16")
     h200 = hardware.find("H200")
     unsure = predict(MATMUL, problem, h200)
     assert unsure.backend == "xla"
