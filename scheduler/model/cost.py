@@ -278,8 +278,8 @@ class CostModel:
         arithmetic = flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
         hbm_rate = c.library_e_hbm * h.hbm_bytes_per_s
         overlapped = float(_norm(np.array([arithmetic, problem.bytes_moved / hbm_rate]), c.library_p))
-        again = problem.library_bytes_moved - problem.bytes_moved + problem.library_bytes_read_again
-        between = again / hbm_rate
+        further_bytes = problem.library_bytes_moved - problem.bytes_moved + problem.library_bytes_read_again
+        between = further_bytes / hbm_rate
         following = between + c.launch_share * h.launch_s if between else 0.0
         return c.library_scale * (overlapped + following + c.library_s)
 

@@ -80,12 +80,8 @@ def window(p: AttentionProblem) -> int | None:
     return None if p.left is None else p.left + 1
 
 
-def footprint(p: AttentionProblem, schedules: Columns, target: Target, products: int) -> Footprint:
-    """Returns the footprint of a kernel like FlashAttention-3, as an approximation: cuDNN's tiles are not public.
-
-    Args:
-      products: matrix products of a tile of logits: 2 forward, 5 backward.
-    """
+def footprint(p: AttentionProblem, schedules: Columns, target: Target) -> Footprint:
+    """Returns the footprint of a forward pass as of FlashAttention-3: cuDNN's tiles are not public."""
     one = np.ones(len(schedules))
     itemsize = int(jnp.dtype(p.dtype).itemsize)
     # With few queries, the heads of a group share the rows of one instruction, and keys are divided among the cores.
@@ -104,12 +100,12 @@ def footprint(p: AttentionProblem, schedules: Columns, target: Target, products:
         grid=(blocks * one, heads * one, p.batch * one),
         step=Phase(
             loads=(Operand(bytes=one * columns * head_bytes, axes=(0, 1, 2) if packed else (1, 2)),),
-            flops=one * products * computed_rows * columns * float(p.head_dim + p.value_dim),
+            flops=one * 2 * computed_rows * columns * float(p.head_dim + p.value_dim),
             mufu_ops=one * computed_rows * columns,
             fp32_ops=one * 4.0 * computed_rows * columns,
         ),
         tile=Phase(
-            loads=(Operand(bytes=one * rows * head_bytes * (products - 1) / 2, axes=(0, 1, 2)),),
+            loads=(Operand(bytes=one * rows * head_bytes / 2, axes=(0, 1, 2)),),
             bytes_written=one * written / (blocks * heads * p.batch),
         ),
         onchip_bytes=np.zeros(len(schedules), dtype=np.int64),

@@ -76,7 +76,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
         return cudnn.space()
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        return cudnn.footprint(problem, schedules, target, products=2)
+        return cudnn.footprint(problem, schedules, target)
 
     def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
         return target.architecture in self.verified_on and cudnn.checked(problem)

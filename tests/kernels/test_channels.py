@@ -114,13 +114,17 @@ ALONG = {
 }
 
 
+def interpreted_results(problem, schedule):
+    assert KERNEL.supports(problem, hopper.H200.target) is None
+    assert not KERNEL.space(problem, hopper.H200.target).broken(schedule)
+    return hopper.interpret(KERNEL, problem, schedule, cores=2)
+
+
 @interpreted
 @pytest.mark.parametrize("case", ALONG)
 def test_rows_along_another_axis_agree_with_float64(case):
     problem, schedule = ALONG[case]
-    assert KERNEL.supports(problem, hopper.H200.target) is None
-    assert not KERNEL.space(problem, hopper.H200.target).broken(schedule)
-    actual, _ = hopper.interpret(KERNEL, problem, schedule, cores=2)
+    actual, _ = interpreted_results(problem, schedule)
     with jax.enable_x64(True):
         exact = [x.astype(jnp.float64) for x in problem.inputs(seed=0)]
         wanted = jax.tree.map(np.asarray, problem.reference(*exact))
@@ -164,9 +168,7 @@ def test_kernels_along_another_axis_refuse_what_they_do_not_compute():
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_agrees_with_the_reference(case):
     problem, schedule = CASES[case]
-    assert KERNEL.supports(problem, hopper.H200.target) is None
-    assert not KERNEL.space(problem, hopper.H200.target).broken(schedule)
-    actual, wanted = hopper.interpret(KERNEL, problem, schedule, cores=2)
+    actual, wanted = interpreted_results(problem, schedule)
     allowed = problem.tolerance()
     error = np.abs(actual - wanted) - allowed.relative * np.abs(wanted)
     assert error.max() <= allowed.absolute * np.abs(wanted).max()
