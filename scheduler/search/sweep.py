@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import random
 import re
 import time
@@ -32,12 +33,17 @@ from search_spaces.problem import Problem
 REPETITIONS = 5
 # Rounds of the second pass.
 ROUNDS = 10
+# Characters of a file name, from which on a digest replaces the rest. File systems allow 255.
+LONGEST_NAME = 150
 
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
-    """Returns the file name of a sweep: ``matmul-m64-n64-k64.jsonl.gz``."""
+    """Returns the file name of a sweep: ``matmul-m64-n64-k64.jsonl.gz``. A digest ends a name that is too long."""
     words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.non_default_fields().items())])
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", words)
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}-{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+    return name + ".jsonl.gz"
 
 
 @interruptible()

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import invented
+import jax
+import jax.numpy as jnp
 import pytest
 import strategies
 from failures import failures
@@ -34,6 +36,7 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, Phase, load
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.rows.operation import ROWS_ALONG
 
 pytestmark = pytest.mark.one_jax
 
@@ -447,6 +450,13 @@ def test_a_replay_of_nothing_is_a_sentence():
 def test_the_files_of_sweeps_that_were_begun_are_found_under_the_same_names():
     assert file_name(MATMUL, MatmulProblem(1, 4096, 14336)) == "matmul-m1-n4096-k14336.jsonl.gz"
     assert (ROOT / "sweeps" / "nvidia-h200" / file_name(MATMUL, MatmulProblem(1, 4096, 14336))).exists()
+
+
+def test_the_files_of_long_problems_have_short_names_of_their_own():
+    rows = [jax.ShapeDtypeStruct((8, 64 + n, 128), jnp.float32) for n in range(2)]
+    names = {file_name(ROWS_ALONG, scheduler.rows(lambda x: jax.nn.softmax(x), axis=1).problem(x)) for x in rows}
+    assert len(names) == 2
+    assert max(map(len, names)) < 200
 
 
 def test_every_shipped_sweep_holds_schedules_of_todays_spaces():
