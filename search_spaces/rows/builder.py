@@ -184,6 +184,14 @@ class Builder:
         is_mean = isinstance(over, Number) and over.value == float(np.float32(1) / np.float32(self.columns))
         return is_mean and total is not None and total.inputs[0] == less.inputs[0]
 
+    def centred_in_square(self, atom: Atom) -> Atom | None:
+        """Returns x of the square of x - mean(x)."""
+        if (square := self.made_by(atom, "mul")) is None or square.inputs[0] != square.inputs[1]:
+            return None
+        centred = square.inputs[0]
+        less = self.made_by(centred, "sub") if self._is_centred(centred) else None
+        return less.inputs[0] if less is not None else None
+
     def _factors(self, atom: Atom) -> tuple[list[Atom], Atom]:
         """Returns the factors of a product that are scalars per row, and the product of the others."""
         if not self.is_vector(atom):
@@ -344,13 +352,14 @@ def rebuilt(program: Program, *, distributes: bool = False) -> Program:
 
 
 # ------------------------------------------------------------------------------
-# A program for rows that are read in chunks: sums of exponentials need no pass of their own.
+# A program for rows that are read in chunks: sums of exponentials, and variances, need no pass of their own.
 
 
 def online(program: Program) -> Program:
-    """Returns the program with each sum of exponentials relative to the row's maximum computed along with that maximum.
+    """Returns the program with sums computed along with the reduction that they are relative to.
 
-    For any shift c, sum(exp(x - c)) = sum(exp(x - m)) * exp(m - c), where m is the clamped maximum.
+    They are sums of exponentials relative to the row's maximum, and sums of squares of differences from its mean. For
+    any shift c, sum(exp(x - c)) = sum(exp(x - m)) * exp(m - c), where m is the clamped maximum.
     """
     make = Builder(program.columns, program.operands)
     for read in program.inputs:
@@ -368,6 +377,8 @@ def online(program: Program) -> Program:
             top = make.emit("min", make.emit("max", maximum, Number(-_MOST)), Number(_MOST))
             total = make.emit("sum_exp", x)
             moved[value] = make.emit("mul", total, make.emit("exp", make.emit("sub", top, shift)))
+        elif equation.name == "reduce_sum" and (centred := make.centred_in_square(inputs[0])) is not None:
+            moved[value] = make.emit("centred_squares", centred)
         else:
             moved[value] = make._add(dataclasses.replace(equation, inputs=inputs))
     results = [dataclasses.replace(r, values=tuple(map(at, r.values))) for r in program.results]

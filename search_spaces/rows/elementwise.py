@@ -161,13 +161,15 @@ class Reduction:
     along: Callable[..., jax.Array]
 
 
-# "sum_exp" is the sum of exponentials relative to the maximum clamped to finite numbers, and that maximum: a kernel
-# computes both in one pass, and corrects the sum when the maximum grows (Milakov, Gimelshein, arXiv:1805.02867).
+# `builder.online` makes the last two, which kernels compute along with another reduction of the same elements.
+# "sum_exp" is the sum of exponentials relative to the maximum clamped to finite numbers, corrected when that maximum
+# grows (Milakov, Gimelshein, arXiv:1805.02867). "centred_squares" is the sum of squares of differences from the mean.
 REDUCTIONS: Mapping[str, Reduction] = {
     "reduce_sum": Reduction(0.0, jnp.add, jnp.sum),
     "reduce_max": Reduction(-np.inf, jnp.maximum, jnp.max),
     "reduce_min": Reduction(np.inf, jnp.minimum, jnp.min),
     "sum_exp": Reduction(-np.inf, jnp.maximum, jnp.max),
+    "centred_squares": Reduction(0.0, jnp.add, jnp.sum),
 }
 
 

@@ -229,8 +229,9 @@ class Program:
             plain += sum(COSTS.get(name, (1, 0))[0] for name in names)
             special += sum(COSTS.get(name, (1, 0))[1] for name in names)
         for stage in self.stages:
-            online = sum(self.equation(i).name == "sum_exp" for i in stage)  # type: ignore[union-attr]
-            plain, special = plain + 4 * online, special + 1.25 * online
+            names = [self.equation(i).name for i in stage]  # type: ignore[union-attr]
+            plain += 4 * names.count("sum_exp") + 5 * names.count("centred_squares")
+            special += 1.25 * names.count("sum_exp")
         conversions = sum(x < len(self.inputs) for x in each[-1]) + len(self.written)
         return plain + conversions, special
 
@@ -443,4 +444,6 @@ def before_rounding(program: Program, atom: Atom) -> Atom:
 def _reduce(name: str, x: jax.Array, axis: int) -> jax.Array:
     if name == "sum_exp":
         return jnp.sum(jnp.exp(x - clamped(jnp.max(x, axis=axis, keepdims=True))), axis=axis, keepdims=True)
+    if name == "centred_squares":
+        return jnp.sum(jnp.square(x - jnp.mean(x, axis=axis, keepdims=True)), axis=axis, keepdims=True)
     return REDUCTIONS[name].along(x, axis=axis, keepdims=True)

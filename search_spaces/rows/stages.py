@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,9 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.rows.elementwise import BIG, REDUCTIONS
-from search_spaces.rows.program import Program, Values, compute, scalar_equations
+from search_spaces.rows.program import Atom, Program, compute, scalar_equations
 
 Statistics = tuple[jax.Array, ...]
+# Elements, and a mask of those that count, or None if all do.
+Elements = Sequence[tuple[jax.Array, jax.Array | None]]
+# Returns a value of the program for some elements (`Values.vector`).
+Vectors = Callable[[Atom], jax.Array]
 F32 = np.float32
 
 
@@ -29,12 +34,125 @@ class Reducer(Protocol):
     def broadcast(self, reduced: jax.Array, /) -> jax.Array: ...
 
 
+class Reduced(Protocol):
+    """How parts of a row become one number of a row.
+
+    Attributes:
+      identities: the statistics of no element.
+      also: the reduction of the same elements that the statistics give, too; "" if there is none.
+    """
+
+    identities: tuple[float, ...]
+    also: str
+
+    def update(self, before: Statistics, elements: Elements, /) -> Statistics: ...
+    def reduce(self, parts: Statistics, reducer: Reducer, /) -> Statistics:
+        """Merges the statistics of all threads or warps of the reducer."""
+
+    def combine(self, one: Statistics, other: Statistics, /) -> Statistics:
+        """Merges the statistics of two parts of a row."""
+
+    def finish(self, statistics: Statistics, /) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the number, and that of `also`."""
+
+
+class _Plain:
+    """A reduction that joins two vectors as it joins two numbers."""
+
+    also: str = ""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.reduction = name, REDUCTIONS[name]
+        self.identities: tuple[float, ...] = (self.reduction.identity,)
+
+    def update(self, before: Statistics, elements: Elements) -> Statistics:
+        return (functools.reduce(self.reduction.join, _masked(elements, self.reduction.identity), before[0]),)
+
+    def of(self, elements: Elements) -> Statistics:
+        return (functools.reduce(self.reduction.join, _masked(elements, self.reduction.identity)),)
+
+    def reduce(self, parts: Statistics, reducer: Reducer) -> Statistics:
+        return (reducer.reduce(self.name, parts[0]),)
+
+    def combine(self, one: Statistics, other: Statistics) -> Statistics:
+        return (self.reduction.join(one[0], other[0]),)
+
+    def finish(self, statistics: Statistics) -> tuple[jax.Array, jax.Array | None]:
+        return statistics[0], None
+
+
+class _SumOfExponentials:
+    """The maximum, from -`BIG` to `BIG`, and the sum of exponentials relative to it."""
+
+    identities: tuple[float, ...] = (-BIG, 0.0)
+    also: str = "reduce_max"
+
+    def update(self, before: Statistics, elements: Elements) -> Statistics:
+        (top, total), vectors = before, _masked(elements, -np.inf)
+        most = jnp.minimum(functools.reduce(jnp.maximum, vectors, top), F32(BIG))
+        return most, sum((jnp.exp(x - most) for x in vectors), total * jnp.exp(top - most))
+
+    def reduce(self, parts: Statistics, reducer: Reducer) -> Statistics:
+        most, total = parts
+        of_all = reducer.reduce("reduce_max", most)
+        return of_all, reducer.reduce("reduce_sum", total * jnp.exp(most - reducer.broadcast(of_all)))
+
+    def combine(self, one: Statistics, other: Statistics) -> Statistics:
+        most = jnp.maximum(one[0], other[0])
+        first, second = (total * jnp.exp(top - most) for top, total in (one, other))
+        return most, first + second
+
+    def finish(self, statistics: Statistics) -> tuple[jax.Array, jax.Array | None]:
+        top, total = statistics
+        none = jnp.where(total == 0, F32(-np.inf), top)
+        return total, jnp.where(total == F32(np.inf), F32(np.inf), none)
+
+
+class _CentredSquares:
+    """The number of elements, their mean, and the sum of squares of their differences from it.
+
+    Source of the update: Chan, Golub, LeVeque, Algorithms for computing the sample variance, The American Statistician
+    37 (1983). It loses no digits where the mean is large.
+    """
+
+    identities: tuple[float, ...] = (0.0, 0.0, 0.0)
+    also: str = "reduce_sum"
+
+    def update(self, before: Statistics, elements: Elements) -> Statistics:
+        vectors, masks = _masked(elements, 0.0), [mask for _, mask in elements]
+        one = jnp.full_like(vectors[0], 1)
+        if any(mask is not None for mask in masks):
+            count = functools.reduce(jnp.add, _masked([(one, mask) for mask in masks], 0.0))
+            share = 1 / jnp.maximum(count, one)
+        else:
+            count, share = len(vectors) * one, one / len(vectors)
+        mean = functools.reduce(jnp.add, vectors) * share
+        away = _masked([(x - mean, mask) for x, mask in zip(vectors, masks, strict=True)], 0.0)
+        return self.combine(before, (count, mean, functools.reduce(jnp.add, [x * x for x in away])))
+
+    def reduce(self, parts: Statistics, reducer: Reducer) -> Statistics:
+        count, mean, squares = parts
+        of_all = reducer.reduce("reduce_sum", count)
+        centre = reducer.reduce("reduce_sum", count * mean) / jnp.maximum(of_all, F32(1))
+        away = mean - reducer.broadcast(centre)
+        return of_all, centre, reducer.reduce("reduce_sum", squares + count * away * away)
+
+    def combine(self, one: Statistics, other: Statistics) -> Statistics:
+        (n, centre, squares), (more, mean, others) = one, other
+        share, away = more / jnp.maximum(n + more, F32(1)), mean - centre
+        return n + more, centre + away * share, squares + others + away * away * (n * share)
+
+    def finish(self, statistics: Statistics) -> tuple[jax.Array, jax.Array | None]:
+        count, mean, squares = statistics
+        return squares, count * mean
+
+
+_SEVERAL: dict[str, Reduced] = {"sum_exp": _SumOfExponentials(), "centred_squares": _CentredSquares()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """The reductions of one stage of a program.
-
-    A statistic is the reduction of the elements so far. A sum of exponentials has two: the maximum, from -`BIG` to
-    `BIG`, and the sum relative to it. That maximum also gives the row's own, if the stage needs it.
 
     Attributes:
       number: index of the stage.
@@ -44,91 +162,68 @@ class Stage:
     number: int
 
     @functools.cached_property
-    def kinds(self) -> tuple[tuple[str, Any, tuple[int, ...]], ...]:
-        """Name, reduced value, and the values of the program that follow, for each reduction."""
-        found: list[tuple[str, Any, tuple[int, ...]]] = []
+    def reductions(self) -> tuple[tuple[Reduced, Any, tuple[int, int | None]], ...]:
+        """Each reduction, the value that it reduces, and the values of the program that are its results."""
         all_of = {(e.name, e.inputs[0]): i for i in self.program.stages[self.number] if (e := self.program.equation(i))}
+        found: list[tuple[Reduced, Any, tuple[int, int | None]]] = []
+        given = {(_SEVERAL[name].also, atom) for name, atom in all_of if name in _SEVERAL}
         for (name, atom), value in all_of.items():
-            if name == "reduce_max" and ("sum_exp", atom) in all_of:
-                continue
-            also = (all_of["reduce_max", atom],) if name == "sum_exp" and ("reduce_max", atom) in all_of else ()
-            found.append((name, atom, (value, *also)))
+            if (name, atom) not in given:
+                reduced: Reduced = _SEVERAL[name] if name in _SEVERAL else _Plain(name)
+                found.append((reduced, atom, (value, all_of.get((reduced.also, atom)))))
         return tuple(found)
 
     @property
     def count(self) -> int:
         """Number of statistics."""
-        return sum(1 + (name == "sum_exp") for name, _, _ in self.kinds)
+        return sum(len(each.identities) for each, _, _ in self.reductions)
 
     def init(self, full: Callable[[float], jax.Array]) -> Statistics:
         """Returns the statistics of no element; ``full(x)`` is an array of equal elements."""
-        values = [(-BIG, 0.0) if name == "sum_exp" else (REDUCTIONS[name].identity,) for name, _, _ in self.kinds]
-        return tuple(full(x) for each in values for x in each)
+        return tuple(full(x) for each, _, _ in self.reductions for x in each.identities)
 
-    def update(self, statistics: Statistics, elements: Sequence[tuple[Values, jax.Array | None]]) -> Statistics:
-        """Adds elements: values of the program, and a mask of those that count, or None if all do."""
-        rest, found = list(statistics), []
-        for name, atom, _ in self.kinds:
-            vectors = [_masked(values.vector(atom), mask, REDUCTIONS[name].identity) for values, mask in elements]
-            if name == "sum_exp":
-                before, total = rest.pop(0), rest.pop(0)
-                most = jnp.minimum(functools.reduce(jnp.maximum, vectors, before), F32(BIG))
-                found += [most, sum((jnp.exp(x - most) for x in vectors), total * jnp.exp(before - most))]
-            else:
-                found.append(functools.reduce(REDUCTIONS[name].join, vectors, rest.pop(0)))
-        return tuple(found)
+    def update(self, statistics: Statistics, elements: Sequence[tuple[Vectors, jax.Array | None]]) -> Statistics:
+        """Adds elements, with a mask of those that count, or None if all do."""
+        split, found = self._split(statistics), Statistics()
+        for (each, atom, _), before in zip(self.reductions, split, strict=True):
+            found += each.update(before, [(vector(atom), mask) for vector, mask in elements])
+        return found
 
-    def of(self, elements: Sequence[tuple[Values, jax.Array | None]]) -> Statistics:
-        """Returns the statistics of these elements alone, of a stage without sums of exponentials."""
-        found = []
-        for name, atom, _ in self.kinds:
-            vectors = [_masked(values.vector(atom), mask, REDUCTIONS[name].identity) for values, mask in elements]
-            found.append(functools.reduce(REDUCTIONS[name].join, vectors))
-        return tuple(found)
+    def of(self, elements: Sequence[tuple[Vectors, jax.Array | None]]) -> Statistics:
+        """Returns the statistics of these elements alone, each a single number of a part of the row."""
+        found = Statistics()
+        for each, atom, _ in self.reductions:
+            assert isinstance(each, _Plain), "whole rows need no statistics of parts"
+            found += each.of([(vector(atom), mask) for vector, mask in elements])
+        return found
 
     def reduce(self, statistics: Statistics, reducer: Reducer) -> Statistics:
         """Merges the statistics of all threads or warps of the reducer."""
-        rest, found = list(statistics), []
-        for name, _, _ in self.kinds:
-            if name == "sum_exp":
-                most, total = rest.pop(0), rest.pop(0)
-                of_all = reducer.reduce("reduce_max", most)
-                scaled = total * jnp.exp(most - reducer.broadcast(of_all))
-                found += [of_all, reducer.reduce("reduce_sum", scaled)]
-            else:
-                found.append(reducer.reduce(name, rest.pop(0)))
-        return tuple(found)
+        pairs = zip(self.reductions, self._split(statistics), strict=True)
+        return sum((each.reduce(parts, reducer) for (each, _, _), parts in pairs), Statistics())
 
     def combine(self, one: Statistics, other: Statistics) -> Statistics:
         """Merges the statistics of two parts of a row."""
-        pairs, found = list(zip(one, other, strict=True)), []
-        for name, _, _ in self.kinds:
-            if name == "sum_exp":
-                tops, totals = pairs.pop(0), pairs.pop(0)
-                most = jnp.maximum(*tops)
-                first, second = (total * jnp.exp(top - most) for top, total in zip(tops, totals, strict=True))
-                found += [most, first + second]
-            else:
-                found.append(REDUCTIONS[name].join(*pairs.pop(0)))
-        return tuple(found)
+        triples = zip(self.reductions, self._split(one), self._split(other), strict=True)
+        return sum((each.combine(x, y) for (each, _, _), x, y in triples), Statistics())
 
     def finish(self, statistics: Statistics, scalars: dict[int, jax.Array]) -> dict[int, jax.Array]:
         """Returns the scalars with those of this stage, and all that follow from these before the next stage."""
-        rest, found = list(statistics), dict(scalars)
-        for name, _, values in self.kinds:
-            top = rest.pop(0)
-            if name != "sum_exp":
-                found[values[0]] = top
-                continue
-            total = found[values[0]] = rest.pop(0)
-            for maximum in values[1:]:
-                none = jnp.where(total == 0, F32(-np.inf), top)
-                found[maximum] = jnp.where(total == F32(np.inf), F32(np.inf), none)
+        found = dict(scalars)
+        for (each, _, (value, also)), parts in zip(self.reductions, self._split(statistics), strict=True):
+            found[value], other = each.finish(parts)
+            if also is not None and other is not None:
+                found[also] = other
         return with_scalars(self.program, self.number + 1, found)
 
+    def _split(self, statistics: Statistics) -> list[Statistics]:
+        """Returns the statistics of each reduction."""
+        rest = iter(statistics)
+        return [tuple(itertools.islice(rest, len(each.identities))) for each, _, _ in self.reductions]
 
-def _masked(vector: jax.Array, mask: jax.Array | None, identity: float) -> jax.Array:
-    return vector if mask is None else jnp.where(mask, vector, F32(identity))
+
+def _masked(elements: Elements, identity: float) -> list[jax.Array]:
+    return [x if mask is None else jnp.where(mask, x, F32(identity)) for x, mask in elements]
 
 
 def with_scalars(program: Program, level: int, scalars: dict[int, jax.Array]) -> dict[int, jax.Array]:

@@ -19,7 +19,8 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program, within
-from search_spaces.rows.tpu_kernels import ChunkGrid, Plan, Reducer, RowLoop, Step, compute, over_rows, plan
+from search_spaces.rows.stages import Stage
+from search_spaces.rows.tpu_kernels import ChunkGrid, Plan, RowLoop, Step, compute, over_rows, plan, reduce_rows
 from search_spaces.space import Column, Columns, Space, cdiv, round_up
 from search_spaces.target import Target
 from search_spaces.tpu import LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes, limit_or_none, window_bytes
@@ -83,9 +84,8 @@ def whole_rows(
         def compute_rows(at: Any) -> None:
             step = Step(plan, at, s.step_rows, windows)
             known = step.scalars()
-            for level, stage in enumerate(program.stages, 1):
-                reducer = Reducer(program, stage)
-                known = step.after(level, known | reducer.known(reducer.reduce(step, loop, known)))
+            for stage in (Stage(program, number) for number in range(len(program.stages))):
+                known = stage.finish(reduce_rows(stage, step, loop, known), known)
             compute(step, loop, known, results, rows - block * s.rows - at.start if rows % s.rows else None)
 
         for result, out in zip(program.results, results, strict=True):
@@ -142,14 +142,14 @@ def chunked_rows(
     over = ChunkGrid(pl.cdiv(rows, s.rows), pl.cdiv(program.columns, s.columns), keeps, cores)
     loop = RowLoop(s.columns, s.lanes, s.fragments)
     last = RowLoop(program.columns - (over.chunks - 1) * s.columns, s.lanes, s.fragments)
-    reducer = Reducer(program, program.stages[0])
-    count = len(reducer.accumulators)
+    stage = Stage(program, 0)
+    count = stage.count
 
     def kernel(*refs: Any) -> None:
         windows, refs = refs[: len(arrays)], refs[len(arrays) :]
         results, scratch = refs[: len(outs)], refs[len(outs) :]
         running, kept = scratch[:count], scratch[2 * count :]
-        # The next rows can be read only after the accumulators of whole rows have been copied.
+        # The next rows can be read only after the statistics of whole rows have been copied.
         seen = scratch[count : 2 * count] if keeps else running
         outer, step, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         rows_of = functools.partial(
@@ -158,13 +158,13 @@ def chunked_rows(
 
         def write(at: Any) -> None:
             here = rows_of(at=at, late=True)
-            known = here.scalars() | reducer.known([ref[at, :] for ref in seen])
-            compute(here, loop, here.after(1, known), results, None)
+            known = stage.finish(tuple(ref[at, :] for ref in seen), here.scalars())
+            compute(here, loop, known, results, None)
 
         def take_in(loop: RowLoop, at: Any) -> None:
             here = rows_of(at=at)
-            found = reducer.reduce(here, loop, here.scalars())
-            for ref, value in zip(running, reducer.joined([ref[at, :] for ref in running], found), strict=True):
+            found = reduce_rows(stage, here, loop, here.scalars())
+            for ref, value in zip(running, stage.combine(tuple(ref[at, :] for ref in running), found), strict=True):
                 ref[at, :] = value
 
         takes_in = over.takes_in(outer, step)
@@ -176,7 +176,8 @@ def chunked_rows(
 
         @pl.when(takes_in & (chunk == 0))
         def _() -> None:
-            for ref, value in zip(running, reducer.initial(s.rows, 1), strict=True):
+            start = stage.init(functools.partial(jnp.full, (s.rows, 1), dtype=jnp.float32))
+            for ref, value in zip(running, start, strict=True):
                 ref[...] = value
 
         @pl.when(takes_in & (chunk < over.chunks - 1))
@@ -200,7 +201,7 @@ def chunked_rows(
                 return pl.BlockSpec((s.rows, 1), lambda *at: (index(*at)[0], 0))
         return pl.BlockSpec((s.rows, s.columns), index)
 
-    accumulators = [pltpu.VMEM((s.rows, 1), jnp.float32)] * (count * (2 if keeps else 1))
+    statistics = [pltpu.VMEM((s.rows, 1), jnp.float32)] * (count * (2 if keeps else 1))
     kept = [pltpu.VMEM((over.chunks, s.rows, s.columns), plan.kept_dtype(x)) for x in plan.kept]
     return pl.pallas_call(
         kernel,
@@ -208,7 +209,7 @@ def chunked_rows(
         in_specs=[chunks_of(program.operands[x.operand].kind, x.when) for x in plan.windows],
         out_specs=[chunks_of(r.kind, "late") for r in program.results],
         out_shape=list(outs),
-        scratch_shapes=[*accumulators, *kept],
+        scratch_shapes=[*statistics, *kept],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=limit_or_none(s.vmem_limit_mib),
@@ -319,8 +320,8 @@ def _vmem_bytes(p: RowProblem, s: Columns, target: Target) -> npt.NDArray[np.int
         taken: Any = sum(window(operands[x.operand]) for x in made.windows)
         taken = taken + sum(chunks * rows_bytes(s.rows, s.columns, made.kept_dtype(x).itemsize) for x in made.kept)
         if name in CHUNKED:
-            accumulators = len(Reducer(made.program, made.program.stages[0]).accumulators)
-            taken = taken + (1 + (name == "scratch")) * accumulators * rows_bytes(s.rows, 1, 4)
+            statistics = Stage(made.program, 0).count
+            taken = taken + (1 + (name == "scratch")) * statistics * rows_bytes(s.rows, 1, 4)
         if target.architecture in REPLICATING:
             shared = [operands[x.operand].kind for x in made.windows].count("shared")
             taken = taken + shared * REGISTER_BYTES * _registers_in_code(s)

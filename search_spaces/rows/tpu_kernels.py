@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.rows.builder import online
-from search_spaces.rows.elementwise import REDUCTIONS, clamped
+from search_spaces.rows.elementwise import REDUCTIONS
 from search_spaces.rows.program import Atom, Program, Values, scalar_equations
+from search_spaces.rows.stages import Stage, Statistics
 from search_spaces.space import round_up
 from search_spaces.tpu import LANES, SUBLANES
 
@@ -261,100 +262,36 @@ def _widened(x: jax.Array, dtype: str) -> jax.Array:
     return x != 0 if dtype == "bool" else x.astype(dtype)
 
 
-class Reducer:
-    """The reductions of a stage while a row is read: accumulators of fragments, and then of rows.
+class _Lanes:
+    """The reductions of lanes to one number of each row."""
 
-    A sum of exponentials is relative to the maximum of the same elements, which is an accumulator of its own.
+    def reduce(self, name: str, parts: jax.Array) -> jax.Array:
+        return REDUCTIONS[name].along(parts, axis=-1, keepdims=True)
 
-    Attributes:
-      accumulators: name of the reduction, and the value that it reduces.
-    """
+    def broadcast(self, reduced: jax.Array) -> jax.Array:
+        return reduced
 
-    def __init__(self, program: Program, stage: Sequence[int]) -> None:
-        self.program, self.stage = program, stage
-        found = [self._of(x) for x in stage]
-        tops = [("reduce_max", x) for name, x in found if name == "sum_exp"]
-        self.accumulators = tuple(dict.fromkeys((*tops, *found)))
 
-    def _of(self, value: int) -> tuple[str, Atom]:
-        equation = self.program.equation(value)
-        assert equation is not None
-        return equation.name, equation.inputs[0]
+def reduce_rows(stage: Stage, step: Step, loop: RowLoop, known: Mapping[int, jax.Array]) -> Statistics:
+    """Returns the statistics of these rows, which have been accumulated for each lane."""
 
-    def initial(self, rows: int, columns: int) -> tuple[jax.Array, ...]:
-        start = [0.0 if "sum" in name else REDUCTIONS[name].identity for name, _ in self.accumulators]
-        return tuple(jnp.full((rows, columns), value, jnp.float32) for value in start)
-
-    def _folded(
-        self, before: Sequence[jax.Array], join: Callable[[str, Any, Any], Any], add: Callable[..., Any]
-    ) -> Any:
-        """Returns new accumulators: of exponentials by `add`, given the maxima before and now, and else by `join`."""
-        old = dict(zip(self.accumulators, before, strict=True))
-        new: dict[tuple[str, Atom], jax.Array] = {}
-        for (name, value), accumulator in old.items():
-            if name == "sum_exp":
-                top = "reduce_max", value
-                new[name, value] = add(value, accumulator, clamped(old[top]), clamped(new[top]))
-            else:
-                new[name, value] = join(name, value, accumulator)
-        return tuple(new.values())
-
-    def update(self, before: Sequence[jax.Array], fragments: Sequence[Mapping[Atom, jax.Array]]) -> Any:
-        """Returns the accumulators after some more fragments."""
-
-        def join(name: str, value: Atom, accumulator: jax.Array) -> jax.Array:
-            each = [x[value] for x in fragments]
-            return REDUCTIONS[name].join(accumulator, functools.reduce(REDUCTIONS[name].join, each))
-
-        def add(value: Atom, total: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-            each = [jnp.exp(x[value] - new) for x in fragments]
-            return total * jnp.exp(old - new) + functools.reduce(jnp.add, each)
-
-        return self._folded(before, join, add)
-
-    def along(self, before: Sequence[jax.Array]) -> Any:
-        """Reduces accumulators of lanes to those of rows."""
-        return self._folded(
-            before,
-            lambda name, _, x: REDUCTIONS[name].along(x, axis=-1, keepdims=True),
-            lambda _, total, old, new: jnp.sum(total * jnp.exp(old - new), axis=-1, keepdims=True),
-        )
-
-    def joined(self, x: Sequence[jax.Array], y: Sequence[jax.Array]) -> Any:
-        """Joins the accumulators of two parts of the same rows."""
-        other = dict(zip(self.accumulators, y, strict=True))
-
-        def add(value: Atom, total: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-            return total * jnp.exp(old - new) + other["sum_exp", value] * jnp.exp(
-                clamped(other["reduce_max", value]) - new
-            )
-
-        return self._folded(x, lambda name, value, a: REDUCTIONS[name].join(a, other[name, value]), add)
-
-    def reduce(self, step: Step, loop: RowLoop, known: Mapping[int, jax.Array]) -> Any:
-        """Returns the accumulators of rows."""
-        wanted = dict.fromkeys(value for _, value in self.accumulators)
-
-        def read(place: Place) -> dict[Atom, jax.Array]:
+    def update(before: Statistics, places: Sequence[Place]) -> Statistics:
+        elements = []
+        for place in places:
             values = step.values(known, place)
             step.keep(values, place)
-            return {value: step.vector(values, value, place[1]) for value in wanted}
+            elements.append((functools.partial(step.vector, values, width=place[1]), None))
+        return stage.update(before, elements)
 
-        found = []
-        if loop.columns >= loop.lanes:
-            lanes = loop.over_fragments(
-                lambda before, places: self.update(before, [read(place) for place in places]),
-                self.initial(step.rows, loop.lanes),
-            )
-            found.append(self.along(lanes))
-        if loop.tail is not None:
-            found.append(self.along(self.update(self.initial(step.rows, loop.tail[1]), [read(loop.tail)])))
-        return found[0] if len(found) == 1 else self.joined(*found)
+    def init(width: int) -> Statistics:
+        return stage.init(functools.partial(jnp.full, (step.rows, width), dtype=jnp.float32))
 
-    def known(self, found: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """Returns the results of the stage from the accumulators of rows."""
-        named = dict(zip(self.accumulators, found, strict=True))
-        return {x: named[self._of(x)] for x in self.stage}
+    found = []
+    if loop.columns >= loop.lanes:
+        found.append(stage.reduce(loop.over_fragments(update, init(loop.lanes)), _Lanes()))
+    if loop.tail is not None:
+        found.append(stage.reduce(update(init(loop.tail[1]), [loop.tail]), _Lanes()))
+    return functools.reduce(stage.combine, found)
 
 
 # ------------------------------------------------------------------------------

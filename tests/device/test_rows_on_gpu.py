@@ -2,12 +2,29 @@
 
 import random
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import scheduler
 from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import load
+
+
+def softmax(x):
+    return jax.nn.softmax(x)
+
+
+def log_softmax(x):
+    return jax.nn.log_softmax(x)
+
+
+def channel_norm(x):
+    y = x.astype(jnp.float32)
+    return ((y - jnp.mean(y)) * jax.lax.rsqrt(jnp.var(y) + 1e-6)).astype(x.dtype)
+
 
 EXTENTS = [
     (4096, 1024, "bfloat16"),
@@ -64,6 +81,22 @@ PROBLEMS += [
     for name in ("rms_norm", "add_rms_norm", "layer_norm_backward")
     for extents in SEVERAL
     if extents[2] != "float32"
+]
+PROBLEMS += [
+    ("group_norm", load("group_norm").problem(*extents))
+    for extents in [(64, 3136, 256, 8), (3, 1001, 64, 2, "float32"), (5, 785, 512, 16, "float16"), (2, 50, 128, 1)]
+]
+ALONG = [
+    (softmax, (5, 3136, 256), "bfloat16"),
+    (softmax, (2, 21, 65536), "float16"),
+    (softmax, (3, 1001, 128), "float32"),
+    (log_softmax, (7, 1000, 64), "bfloat16"),
+    (channel_norm, (16, 256, 3136), "bfloat16"),
+    (channel_norm, (3, 77, 512), "float32"),
+]
+PROBLEMS += [
+    ("rows_along", scheduler.rows(function, axis=1).problem(jax.ShapeDtypeStruct(shape, dtype)))
+    for function, shape, dtype in ALONG
 ]
 
 

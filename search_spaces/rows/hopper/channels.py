@@ -82,15 +82,16 @@ def run_channels(
 
 # Registers of a thread besides those for its elements (ptxas).
 _REGISTERS = 40
-# Registers for each statistic after the first while those of four warps and of warpgroups are combined (ptxas).
-_COMBINED = 6
+# Registers for each number of a thread, and each statistic after the first, while those of four warps and of warpgroups
+# are combined (ptxas).
+_COMBINED = 8
 
 
 class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
     """A row program of adjacent channels, or of each channel, at all positions of a sample."""
 
     backend = "mosaic_gpu"
-    version = 1
+    version = 2
     most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: P, target: Target) -> str | None:
@@ -103,7 +104,7 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
             return "reduces rows, and the program reads or reduces none"
         if others := ({x.dtype for x in program.operands} | {x.dtype for x in program.results}) - LOADED:
             return f"loads and stores no {', '.join(sorted(others))} along an axis that is not the last"
-        if not HAS_GPU_INTERPRETER and most_statistics(online(program)) > 1:
+        if not HAS_GPU_INTERPRETER and most_statistics(program) > 1:
             return "reduces a stage to several numbers of each channel, for which JAX infers layouts from 0.11 on"
         if not _vectors(p):
             return (
@@ -161,7 +162,7 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
-        program, plan = online(p.program_of()), ChannelPlan.of(p, schedules)
+        program, plan = _read_once(p.program_of()), ChannelPlan.of(p, schedules)
         operands = list(zip(p.operands(), program.operands, strict=True))
         of_rows = sum(nbytes(x) for x, of in operands if of.kind == "row")
         vectors = [x for x, of in operands if of.kind == "shared"]
@@ -173,8 +174,11 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
         loads = np.where(resident, plan.warpgroups, s.warps * s.accesses * (passes + 1))  # accesses or copies
         read = sum(jnp.dtype(x.dtype).itemsize for x in program.operands if x.kind == "row")
         several = most_statistics(program)
-        statistics = (several + _COMBINED * max(0, several - 1)) * np.where(plan.splits_vector, s.vector, 1)
-        words = s.accesses * read / 4 + several + sum(x.dtype.itemsize for x in vectors) / 4
+        statistics = several * np.where(plan.splits_vector, s.vector, 1)
+        statistics = statistics + _COMBINED * (several - 1) * -(-plan.numbers // WARP)
+        # Elements are float32 while several statistics of them are updated.
+        loaded = s.accesses * (read / 4 if several == 1 else max(1, read / 4))
+        words = loaded + several + sum(x.dtype.itemsize for x in vectors) / 4
         registers = np.asarray(_REGISTERS + words * s.vector + statistics).astype(np.int64)
         ctas = p.samples * plan.blocks * s.cluster
         return Footprint(
@@ -212,9 +216,14 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
     def run(self, problem: P, schedule: ChannelSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
-            program = online(problem.program_of(**params))
+            program = _read_once(problem.program_of(**params))
             plan, ctas = ChannelPlan.of(problem, schedule), target.cores * schedule.ctas
             return problem.pack(run_channels(program, plan, ctas, problem.results(), args))
+
+
+def _read_once(program: Program) -> Program:
+    """Returns the program with as few stages as this version of JAX can lay out."""
+    return online(program) if HAS_GPU_INTERPRETER else program
 
 
 def _itemsizes(program: Program) -> list[int]:

@@ -191,7 +191,7 @@ class Cta(Generic[Plan]):
     def update(self, stage: Stage, found: Statistics, fragments: Sequence[Values], overlap: Any) -> Statistics:
         """Adds this warpgroup's fragments of a chunk, except the first `overlap` elements, counted in another chunk."""
         masks = self.plan.masks(self.starts, overlap)
-        return stage.update(found, list(zip(fragments, masks, strict=True)))
+        return stage.update(found, [(x.vector, mask) for x, mask in zip(fragments, masks, strict=True)])
 
     def init(self, stage: Stage) -> Statistics:
         return stage.init(self.plan.layout.full)
@@ -210,7 +210,7 @@ class Cta(Generic[Plan]):
         barrier = None if self.scratch.arrived is None else self.scratch.arrived.at[0]
         of_warps = stage.reduce(found, self.plan.layout)
         if ends:
-            each = [(self.end_values(row, end), end.mask()) for end in ends]
+            each = [(self.end_values(row, end).vector, end.mask()) for end in ends]
             of_ends = stage.update(stage.init(LAYOUT.full), each)
             of_warps = stage.combine(of_warps, stage.reduce(of_ends, LAYOUT))
         self.buffer.arrive(of_warps, self.warpgroup, partials, barrier)

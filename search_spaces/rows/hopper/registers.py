@@ -436,7 +436,7 @@ class _Team:
         self, stage: Stage, elements: Sequence[tuple[Values, jax.Array | None]], exchange: Any
     ) -> Statistics:
         """Returns the statistics of each row."""
-        of_rows = stage.reduce(stage.of(elements), self.layout)
+        of_rows = stage.reduce(stage.of([(x.vector, mask) for x, mask in elements]), self.layout)
         if not self.lines:
             return of_rows
         buffer = self.block.plan.partials(self.block.program)

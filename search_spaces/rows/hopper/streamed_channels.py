@@ -142,7 +142,7 @@ class Cta:
 
         def update(chunk: Any, found: Statistics, *, kept: bool, masked: bool = False) -> Statistics:
             each = self._chunk(chunk, scalars, shared, stage.number, kept=kept)
-            return stage.update(found, [(v, self._mask(chunk, at) if masked else None) for at, v in each])
+            return stage.update(found, [(v.vector, self._mask(chunk, at) if masked else None) for at, v in each])
 
         def loop(found: Statistics) -> Statistics:
             statistics: Statistics = self._over(first, last, update, found, backwards=backwards)
