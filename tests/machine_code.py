@@ -47,7 +47,7 @@ def compiled(program: str, folder: Path, *arguments: str, architecture: str = "s
         "PATH": os.pathsep.join([str(Path(str(PTXAS)).parent), environment["PATH"]]),
     }
     built = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)
-    (ptx,) = folder.glob("*.ptx") or pytest.fail(built.stdout + built.stderr)
+    (ptx,) = list(folder.glob("*.ptx")) or pytest.fail(built.stdout + built.stderr)
     cubin = folder / "kernel.cubin"
     command = [str(PTXAS), f"-arch={machine(architecture)}", "-O3", "-v", str(ptx), "-o", str(cubin)]
     said = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -109,42 +109,50 @@ class _SumOfExponentials:
 
 
 class _CentredSquares:
-    """The number of elements, their mean, and the sum of squares of their differences from it.
+    """The number of elements, a pivot, and sums of their differences from it and of the squares of these.
 
-    Source of the update: Chan, Golub, LeVeque, Algorithms for computing the sample variance, The American Statistician
-    37 (1983). It loses no digits where the mean is large.
+    The pivot is the mean of the first elements, which are as far from the mean of all as they are: few digits cancel,
+    wherever that mean is. Parts are merged as in Chan, Golub, LeVeque, Algorithms for computing the sample variance,
+    The American Statistician 37 (1983).
     """
 
-    identities: tuple[float, ...] = (0.0, 0.0, 0.0)
+    identities: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     also: str = "reduce_sum"
 
     def update(self, before: Statistics, elements: Elements) -> Statistics:
-        vectors, masks = _masked(elements, 0.0), [mask for _, mask in elements]
-        one = jnp.full_like(vectors[0], 1)
+        (count, pivot, total, squares), masks = before, [mask for _, mask in elements]
+        vectors, one = _masked(elements, 0.0), jnp.full_like(elements[0][0], 1)
         if any(mask is not None for mask in masks):
-            count = functools.reduce(jnp.add, _masked([(one, mask) for mask in masks], 0.0))
-            share = 1 / jnp.maximum(count, one)
+            more = functools.reduce(jnp.add, _masked([(one, mask) for mask in masks], 0.0))
+            share = 1 / jnp.maximum(more, one)
         else:
-            count, share = len(vectors) * one, one / len(vectors)
-        mean = functools.reduce(jnp.add, vectors) * share
-        away = _masked([(x - mean, mask) for x, mask in zip(vectors, masks, strict=True)], 0.0)
-        return self.combine(before, (count, mean, functools.reduce(jnp.add, [x * x for x in away])))
+            more, share = len(vectors) * one, one / len(vectors)
+        pivot = jnp.where(count == 0, functools.reduce(jnp.add, vectors) * share, pivot)
+        away = _masked([(x - pivot, mask) for x, mask in zip(vectors, masks, strict=True)], 0.0)
+        squares = functools.reduce(jnp.add, [x * x for x in away], squares)
+        return count + more, pivot, functools.reduce(jnp.add, away, total), squares
 
     def reduce(self, parts: Statistics, reducer: Reducer) -> Statistics:
-        count, mean, squares = parts
+        count, mean, squares = self._about_mean(parts)
         of_all = reducer.reduce("reduce_sum", count)
         centre = reducer.reduce("reduce_sum", count * mean) / jnp.maximum(of_all, F32(1))
         away = mean - reducer.broadcast(centre)
-        return of_all, centre, reducer.reduce("reduce_sum", squares + count * away * away)
+        return of_all, centre, of_all - of_all, reducer.reduce("reduce_sum", squares + count * away * away)
 
     def combine(self, one: Statistics, other: Statistics) -> Statistics:
-        (n, centre, squares), (more, mean, others) = one, other
-        share, away = more / jnp.maximum(n + more, F32(1)), mean - centre
-        return n + more, centre + away * share, squares + others + away * away * (n * share)
+        (n, mean, squares), (more, others_mean, others) = map(self._about_mean, (one, other))
+        share, away = more / jnp.maximum(n + more, F32(1)), others_mean - mean
+        return n + more, mean + away * share, n - n, squares + others + away * away * (n * share)
 
     def finish(self, statistics: Statistics) -> tuple[jax.Array, jax.Array | None]:
-        count, mean, squares = statistics
+        count, mean, squares = self._about_mean(statistics)
         return squares, count * mean
+
+    def _about_mean(self, statistics: Statistics) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the number of elements, their mean, and the sum of squares of their differences from it."""
+        count, pivot, total, squares = statistics
+        away = total / jnp.maximum(count, F32(1))
+        return count, pivot + away, jnp.maximum(squares - total * away, F32(0))
 
 
 _SEVERAL: dict[str, Reduced] = {"sum_exp": _SumOfExponentials(), "centred_squares": _CentredSquares()}

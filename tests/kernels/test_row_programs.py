@@ -14,8 +14,10 @@ from scheduler import NoCandidate
 from search_spaces.rows import formulas
 from search_spaces.rows.builder import NoProgram, online
 from search_spaces.rows.derivative import differentiate
+from search_spaces.rows.elementwise import REDUCTIONS
 from search_spaces.rows.program import Number, evaluate, parse
 from search_spaces.rows.reader import trace
+from search_spaces.rows.stages import Stage
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -297,3 +299,41 @@ def test_what_has_no_program_is_computed_by_xla_with_a_reason(name):
         with pytest.raises(NoCandidate, match=reason):
             kernel(x, backends="pallas")
         np.testing.assert_array_equal(kernel(x), jax.vmap(function)(x))
+
+
+class Elements:
+    """A reducer of the last axis."""
+
+    def reduce(self, name, parts):
+        return REDUCTIONS[name].along(parts, axis=-1, keepdims=True)
+
+    def broadcast(self, reduced):
+        return reduced
+
+
+SPREADS = {
+    "far from zero": 3000 + np.sin(np.arange(1024)),
+    "an outlier first": np.where(np.arange(1024) == 0, 1e4, np.cos(np.arange(1024))),
+    "zeros first": np.where(np.arange(1024) < 300, 0, 100 + np.cos(np.arange(1024))),
+    "growing": np.linspace(-5, 1000, 1024) ** 2,
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_variance_in_one_pass_loses_no_digits(spread, masked):
+    joined = online(program(lambda x: jnp.sum(jnp.square(x - jnp.mean(x))), jax.ShapeDtypeStruct((1024,), "float32")))
+    (stage,) = [Stage(joined, number) for number in range(len(joined.stages))]
+    x = jnp.asarray(SPREADS[spread], jnp.float32)
+    counts = np.arange(1024) % 7 != 3 if masked else np.ones(1024, bool)
+    # 16 threads with four chunks of 16 elements each, and two warps of eight threads.
+    parts, masks = (jnp.asarray(a).reshape(4, 16, 16) for a in (x, counts))
+    found = stage.init(lambda value: jnp.full((2, 8), value))
+    for chunk, mask in zip(parts, masks, strict=True):
+        each = zip(chunk.reshape(16, 2, 8), mask.reshape(16, 2, 8), strict=True)
+        found = stage.update(found, [(lambda atom, v=v: v, m if masked else None) for v, m in each])
+    of_warps = stage.reduce(found, Elements())
+    whole = stage.combine(tuple(a[0] for a in of_warps), tuple(a[1] for a in of_warps))
+    right = np.asarray(x, np.float64)[counts]
+    result = stage.finish(whole, {})[joined.results[0].values[0]]
+    np.testing.assert_allclose(result, np.square(right - right.mean()).sum(), rtol=2e-5)
