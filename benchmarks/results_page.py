@@ -41,7 +41,10 @@ def with_headline(document: str, results: Mapping[str, Result]) -> str:
 def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
     s, fused = (results[f"{name}-nvidia-h200"]["summary"] for name in ("matmul", "fused"))
     forward = results["rows-nvidia-h200"]["rows"]
-    rows = [row["final_vs_xla"] for row in forward if row["operation"] in FORWARD]
+    rows, others = (
+        [row["final_vs_xla"] for row in forward if (row["operation"] in FORWARD) == of_forward]
+        for of_forward in (True, False)
+    )
     attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
     yield from table("on an H200, the other's time over ours", "geomean", "worst", left=1)
     for title, summary, name in (
@@ -70,6 +73,7 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
         ("torch's `_grouped_mm` / `tuned_ragged_dot`", [r["pallas_vs_torch"] for r in grouped if r["pallas_vs_torch"]]),
         ("tokamax / `tuned_ragged_dot` and its gradients", [row["pallas_vs_tokamax"] for row in grouped]),
         (f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(rows)} problems", rows),
+        (f"XLA / backward passes of rows, losses, other norms and quantization, {len(others)} problems", others),
         (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
     ):
         yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
@@ -90,7 +94,7 @@ def page(results: Mapping[str, Result]) -> str:
         ),
         *_matmul(of["matmul"]),
         *_fused(of["fused"]),
-        *_rows(of["rows"], of["rows-nvidia-h100-80gb-hbm3"]),
+        *_rows(_files(results, "rows")),
         *_quality(of["search_quality"]),
         *_search_times(_files(results, "tuning_time")),
         *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
@@ -143,13 +147,21 @@ def _fused(result: Result) -> Iterator[str]:
         yield line(row["problem"], row["origin"], *times, number(row["pallas_vs_written"], 3))
 
 
-def _rows(result: Result, others: Result) -> Iterator[str]:
-    yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", "rows-nvidia-h200", result)
+def _rows(results: Mapping[str, Result]) -> Iterator[str]:
+    name = "rows-nvidia-h200"
+    yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", name, results[name])
     yield from text("XLA computes the formula in float32. TB/s count each operand and each result once.")
-    yield from _table_of_rows([row for row in result["rows"] if row["operation"] in FORWARD])
-    yield from _section("Backward passes, losses and quantization of rows", "rows-nvidia-h100-80gb-hbm3", others)
-    rows = [row for row in others["rows"] if row["operation"] not in FORWARD]
-    yield from _table_of_others(rows, others["summary"]["copy_tb_per_s"])
+    yield from _table_of_rows([row for row in results[name]["rows"] if row["operation"] in FORWARD])
+    yield from ("", "## Backward passes, losses and quantization of rows", "")
+    yield from text(
+        "*Floor*: each operand and result once, at the rate of the best copy. *XLA*: of a backward pass, `jax.vjp` "
+        "from inputs and cotangents. *torch*: the faster of eager and compiled. Rows above 1.02 of the floor, and the best."
+    )
+    for name, result in results.items():
+        yield ""
+        yield from _source(name, result)
+        rows = [row for row in result["rows"] if row["operation"] not in FORWARD]
+        yield from _table_of_others(rows, result["summary"]["copy_tb_per_s"])
 
 
 def _table_of_rows(rows: Sequence[Row]) -> Iterator[str]:
@@ -162,11 +174,8 @@ def _table_of_rows(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table_of_others(rows: Sequence[Row], rate: float) -> Iterator[str]:
-    yield from text(
-        f"*Floor*: each operand and result once, at the {number(rate, 2)} TB/s of the best copy. *XLA*: of a backward "
-        "pass, `jax.vjp` from inputs and cotangents. *torch*: eager. Rows above 1.02 of the floor, and the best."
-    )
-    yield from table("operation", "problem", "XLA", "torch", "answer", "answer / floor", left=2)
+    floor = f"answer / floor at {number(rate, 2)} TB/s"
+    yield from table("operation", "problem", "XLA", "torch", "answer", floor, left=2)
     for row in notable_of_floor(rows, rate):
         times = (number(row[f"{name}_us"], 1) for name in ("xla", "torch", "final"))
         problem = row["problem"].removesuffix(" dtype=bfloat16")
