@@ -155,7 +155,8 @@ def _rows(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Backward passes, losses and quantization of rows", "")
     yield from text(
         "*Floor*: each operand and result once, at the rate of the best copy. *XLA*: of a backward pass, `jax.vjp` "
-        "from inputs and cotangents. *torch*: the faster of eager and compiled. Rows above 1.02 of the floor, and the best."
+        "from inputs and cotangents. *torch*: the faster of eager and compiled. Rows above 1.02 of the floor, and the "
+        "best."
     )
     for name, result in results.items():
         yield ""
@@ -170,7 +171,7 @@ def _table_of_rows(rows: Sequence[Row]) -> Iterator[str]:
         for row in notable([row for row in rows if row["operation"] == operation], "pallas_vs_xla"):
             times = (number(row[f"{name}_us"], 1) for name in ("xla", "pallas"))
             rates = (number(row["pallas_tb_per_s"], 2), number(row["pallas_vs_xla"], 3))
-            yield line(operation, row["problem"], *times, *rates)
+            yield line(operation, row["problem"].removesuffix(" dtype=bfloat16"), *times, *rates)
 
 
 def _table_of_others(rows: Sequence[Row], rate: float) -> Iterator[str]:

@@ -384,7 +384,7 @@ def predict(
         reason += f", and a gain with probability {prospect.probability:.0%}"
     else:
         selected, reason = otherwise, f"the model expects no kernel to be faster than {name}"
-        if prospect is not None:
+        if prospect is not None and prospect.probability >= 0.005:
             reason = f"the model expects a gain over {name} with probability {prospect.probability:.0%}, and a loss of "
             reason += f"{prospect.loss_per_gain:.2f} of the gain, above {most:.2f}"
         if otherwise is not best:

@@ -49,8 +49,8 @@ class Probe:
 def probes(hardware: Hardware, records: Iterable[Record], most: int = MOST_PROBES) -> list[Probe]:
     """Returns the probes of a chip: for each operation, the library and the fastest other entry of typical records.
 
-    Only backends with borrowed constants are probed. The operations take turns. In each operation, records are ordered
-    by the distance of the library's time from its median.
+    Only backends with borrowed constants are probed. The operations take turns, those with the most records first. In
+    each operation, records are ordered by the distance of the library's time from its median.
 
     Args:
       records: measured records of siblings.
@@ -59,7 +59,8 @@ def probes(hardware: Hardware, records: Iterable[Record], most: int = MOST_PROBE
     for record in records:
         if not record.estimated and record.library_entry is not None:
             by_operation.setdefault(record.key.operation, []).append(record)
-    turns = [_of_operation(name, hardware, some) for name, some in sorted(by_operation.items())]
+    ordered = sorted(by_operation.items(), key=lambda one: (-len(one[1]), one[0]))
+    turns = [_of_operation(name, hardware, some) for name, some in ordered]
     found: list[Probe] = []
     for pairs in itertools.zip_longest(*turns, fillvalue=()):
         for pair in pairs:

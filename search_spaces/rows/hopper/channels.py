@@ -90,6 +90,7 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
     backend = "mosaic_gpu"
     version = 2
     most_elements = INDICES_OF_32_BITS
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: P, target: Target) -> str | None:
         p, program = problem, problem.program_of()
