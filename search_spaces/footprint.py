@@ -111,10 +111,13 @@ class Footprint:
       registers: 32-bit registers that one of these threads needs; above the hardware limit, they spill.
       registers_per_block: registers of the whole block, producers included; 0 if unknown.
       cluster: blocks that start together, share loads, and reach each other's on-chip memory.
-      dsmem_bytes: bytes that one block writes into the on-chip memory of other blocks of its cluster.
+      dsmem_bytes: bytes that one block writes into the on-chip memory of other blocks of its cluster, once or in each
+        of the `exchanges`.
+      exchanges: times per tile that a block waits until its threads, and those of its cluster, have exchanged numbers.
       tail_parts: parts into which the steps of each tile of the last wave are split, one block per part.
       tail_bytes: bytes that each of these blocks except one leaves in device memory, for that one to add.
       persistent: blocks stay and take the next tile, so that the end of one tile overlaps with loads of the next.
+      per_core: blocks of each core, if they are persistent and fit.
       copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
       launches: number of device launches in all.
       coalescing: fraction of the bytes moved by transactions, in whole sectors of 32 bytes, that is needed; 1 if none
@@ -149,9 +152,11 @@ class Footprint:
     registers_per_block: Column | int = 0
     cluster: Column | int = 1
     dsmem_bytes: Column | float = 0
+    exchanges: Column | float = 0
     tail_parts: Column | int = 1
     tail_bytes: Column | float = 0
     persistent: Column | bool = False
+    per_core: Column | int = 1
     copied_bytes: Column | float = 0.0
     launches: Column | int = 1
     coalescing: Column | float = 1.0

@@ -275,6 +275,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "copies",
             "cluster_sync",
             "dsmem",
+            "exchange",
             "tail_reduction",
             "launch",
         ),

@@ -62,6 +62,7 @@ class Constants:
       cluster_sync_s: time that the CTAs of a cluster wait for each other, at their start and end, in seconds.
       dsmem_s: fixed time of an exchange between the CTAs of a cluster through DSMEM, in seconds.
       dsmem_bytes_per_s: rate at which one core writes into the on-chip memory of another.
+      exchange_s: time of an exchange between the threads of a block, in seconds (`Footprint.exchanges`).
       tail_reduction_s: time that the CTAs of a split last wave wait for each other, in addition to the transfer of
         their bytes, in seconds (H200: 14 matmuls took 2 us longer than their bytes, compared with whole tiles).
       launch_share: time of an empty launch, relative to `Hardware.launch_s`.
@@ -87,6 +88,7 @@ class Constants:
     cluster_sync_s: float = 2e-7
     dsmem_s: float = 5e-7
     dsmem_bytes_per_s: float = 2.5e10
+    exchange_s: float = 1e-6
     tail_reduction_s: float = 2e-6
     launch_share: float = 0.55
     library_scale: float = 1.0
@@ -211,6 +213,8 @@ class CostModel:
         cluster_sync: CTAs of a cluster wait for each other at their start and end.
         dsmem: the CTAs of a cluster write into each other's on-chip memory, and wait for these writes (H200: 0.5 us,
           and 25 bytes per ns).
+        exchange: the threads of a block wait for each other's numbers before the block continues, and through DSMEM for
+          those of its cluster (fitted to 300 schedules of rows along an axis, H200).
         tail_reduction: in a split last wave, cores write partial tiles, one core per tile reads those of the others,
           and the cores wait for each other. Bytes move at the core's share of the last-level cache's bandwidth.
         launch: empty launches, and the memory latency of each launch after the first, which has no prefetched loads.
@@ -332,6 +336,7 @@ class CostModel:
         overlapped["latency"] = _latency(latency_s, load, compute, per_core, f.stages, in_order=h.sequential_grid)
         overlapped |= lanes.shown
 
+        dsmem_s = c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s
         surrounded = h.sequential_grid | column(f.persistent).astype(bool) | (resident(f, h) > 1)
         alone = np.where(surrounded, 1.0, count)
         # The first step loads all its operands. Later steps may find some of them on chip.
@@ -346,7 +351,8 @@ class CostModel:
             "epilogue": per_core.max(axis=0) * f.tile.bytes_written / core_rate * alone + lanes.last_s,
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
-            "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
+            "dsmem": np.where(column(f.exchanges) > 0, 0.0, dsmem_s) + zero,
+            "exchange": (c.exchange_s + dsmem_s) * column(f.exchanges) * count,
             "tail_reduction": np.where(parts > 1, c.tail_reduction_s + parts * f.tail_bytes / core_rate, 0.0) + zero,
             "launch": c.launch_share * h.launch_s * launches + h.memory_latency_s * (launches - 1) + zero,
         }

@@ -114,8 +114,8 @@ def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
 def resident(footprint: Footprint, hardware: Hardware) -> Array:
     """Returns the occupancy: the number of blocks that share one core, at least 1.
 
-    The limits are on-chip and tensor memory, registers, threads, and blocks per core. A persistent kernel starts one
-    block per core.
+    The limits are on-chip and tensor memory, registers, threads, and blocks per core; of a persistent kernel, also the
+    blocks that it starts for each core.
     """
     f, h = footprint, hardware
     threads = np.maximum(column(f.threads), 1)
@@ -125,7 +125,8 @@ def resident(footprint: Footprint, hardware: Hardware) -> Array:
     fit = np.minimum(np.minimum(fit, h.threads_per_core // threads), h.blocks_per_core)
     tmem = column(f.tmem_bytes)
     fit = np.where(tmem > 0, np.minimum(fit, h.tmem_bytes // np.maximum(tmem, 1)), fit)
-    return np.where(f.persistent, 1.0, np.maximum(fit, 1.0)) * np.ones_like(block_count(f))
+    most = np.where(f.persistent, f.per_core, np.inf)
+    return np.maximum(np.minimum(fit, most), 1.0) * np.ones_like(block_count(f))
 
 
 def block_loads(footprint: Footprint, blocks: npt.ArrayLike) -> list[Array]:

@@ -135,7 +135,6 @@ def test_rows_along_another_axis_agree_with_float64(case):
         assert error.max() <= each.absolute * np.abs(right).max()
 
 
-@pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX infers layouts of several numbers of a channel from 0.11 on")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("inner", [64, 96, 1024, 3136])
 def test_a_search_has_streamed_and_resident_schedules_that_request_the_declared_smem(inner):
@@ -154,14 +153,13 @@ def test_kernels_along_another_axis_refuse_what_they_do_not_compute():
         return KERNEL.supports(problem, hopper.H200.target)
 
     assert "49 channels" in reason(along(lambda x: x * jnp.max(x), 2, 64, 49, x=BF16))
-    assert (reason(along(softmax, 2, 64, 64, x=BF16)) is None) == HAS_GPU_INTERPRETER
+    assert reason(along(softmax, 2, 64, 64, x=BF16)) is None
     assert "reduces rows" in reason(along(lambda x: x + 1, 2, 64, 64, x=BF16))
     assert "parts of a row" in reason(along(lambda x: x[:64] * jnp.sum(x[64:]), 2, 128, 64, x=BF16))
     with_weight = along(lambda x, weight: x * weight * jnp.sum(x), 2, 64, 64, x=F32, weight=("shared", "float32"))
     assert reason(with_weight) is None
     backward = with_weight.derivative().backward
     assert "sums over rows" in reason(dataclasses.replace(with_weight, text=backward.text()))
-    assert not KERNEL.verified_on
 
 
 @interpreted

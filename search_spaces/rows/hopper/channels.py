@@ -170,6 +170,8 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
         resident = s.resident > 0
         elements = plan.chunk * plan.block * np.where(resident, plan.warpgroups, 1)
         loads = np.where(resident, plan.warpgroups, s.warps * s.accesses * (passes + 1))  # accesses or copies
+        # Later stages of streams read the rest again, mostly from L2.
+        again = np.where(resident, 0.0, (passes - 1) * (1 - s.kept / 8))
         read = sum(jnp.dtype(x.dtype).itemsize for x in program.operands if x.kind == "row")
         several = most_statistics(program)
         # Lanes are reduced for each element of an access, which then has several groups.
@@ -184,9 +186,15 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
             grid=(np.full(len(s), p.samples), plan.blocks, s.cluster),
             minor=2,
             axes=("samples", "blocks of channels", "parts of the positions"),
-            # Later stages of streams read L2, of which the model has no bandwidth: their accesses count as the first's.
             step=Phase(
-                loads=(Operand(bytes=of_rows / ctas / plan.chunks, axes=(0, 1, 2), name="rows"),),
+                loads=(
+                    Operand(
+                        bytes=of_rows / ctas / plan.chunks,
+                        axes=(0, 1, 2),
+                        filled_bytes=of_rows / ctas / plan.chunks * (1 + again),
+                        name="rows",
+                    ),
+                ),
                 fp32_ops=costs[0] * elements + WARP * s.warps * s.accesses * (passes + 1),
                 mufu_ops=costs[1] * elements,
                 onchip_bytes_read=np.where(resident, passes * elements * read, 0),
@@ -200,14 +208,14 @@ class HopperChannels(Kernel[P, ChannelSchedule], Generic[P]):
             steps=plan.chunks,
             stages=np.where(resident, plan.chunks, 1),
             persistent=resident,
+            per_core=s.ctas,
             onchip_bytes=np.asarray(plan.smem_bytes(program), dtype=np.int64),
+            exchanges=len(program.stages),
             threads=s.warps * WARP,
             registers=registers,
             registers_per_block=s.warps * WARP * round_up(registers, 8),
             cluster=s.cluster,
-            dsmem_bytes=np.where(
-                s.cluster > 1, 4.0 * s.cluster * len(program.stages) * most_statistics(program) * plan.numbers, 0.0
-            ),
+            dsmem_bytes=np.where(s.cluster > 1, 4.0 * s.cluster * several * plan.numbers, 0.0),
             access_bytes=s.vector * max(_itemsizes(program)),
         )
 
