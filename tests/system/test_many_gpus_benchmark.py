@@ -12,6 +12,7 @@ from scheduler.store.store import shipped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import drawn_problems
+import external_clock
 import many_gpus
 import results_page
 from harness import ROOT
@@ -182,3 +183,28 @@ def test_the_page_of_results_has_several_gpus_where_there_is_a_file_of_them():
     assert "| 4 | 2 of 2 | 64 | 10 | 60.0 % |  |\n| 1 | 2 of 2 | 64 | 30 |  | 1.5 |" in page
     without = {name: one for name, one in results.items() if not name.startswith("many_gpus")}
     assert "Several GPUs of one host" not in results_page.page(without)
+
+
+def test_winners_are_timed_again_in_processes_that_chose_none_of_them(tmp_path, capsys):
+    where = ["--cache", str(tmp_path / "c.db"), "--work", str(tmp_path), "--results", str(tmp_path)]
+    command = ["--count", "2", "--budget", "2", "--rounds", "2", *where]
+    external_clock.main(command)
+    (path,) = tmp_path.glob("external_clock-cpu*.json")
+    result = json.loads(path.read_text())
+    assert result["summary"]["problems"] == 2
+    for row in result["rows"]:
+        assert [len(each) for each in row["winner_samples_us"]] == [2] * external_clock.PROCESSES
+        assert row["winner_deviation"] == pytest.approx(row["winner_us"] / row["winner_stored_us"] - 1)
+    capsys.readouterr()
+    external_clock.main(command)
+    assert "time: " not in capsys.readouterr().out, "rows that were kept are not timed again"
+
+
+def test_an_external_clock_counts_the_winners_that_agree():
+    def row(winner_us, library_us):
+        return {"winner_us": winner_us, "library_us": library_us, "winner_deviation": winner_us / 100 - 1}
+
+    figures = external_clock.summary([row(101, 120), row(98, 90), row(103, 103)])
+    assert (figures["agree"], figures["library_is_faster"]) == (1, 1)
+    assert figures["final_vs_library_worst"] == pytest.approx(90 / 98)
+    assert figures["deviation_most"] == pytest.approx(0.03)
