@@ -26,7 +26,7 @@ from scheduler.inspect import plots
 from scheduler.inspect.case import Case
 from scheduler.inspect.explain import GROUPS, bounds, group_of
 from scheduler.inspect.plots.gallery import gallery
-from scheduler.inspect.plots.roofline import Gain, Point
+from scheduler.inspect.plots.roofline import Gain, Point, grouped
 from scheduler.model.cost import CostModel
 from scheduler.model.traffic import block_loads, walk, window
 from scheduler.store.store import shipped
@@ -233,6 +233,17 @@ def test_what_is_wrong_with_a_picture_is_found():
     for words_of in ("'one' lies on 'two'", "'grey' has a contrast", "'small' is", "'an end that is cut off' leaves",
                      "a marker lies on 'hidden'", "px wide", "nothing is on the axes"):  # fmt: skip
         assert words_of in said, words_of
+
+
+def test_the_rarest_operations_of_a_roofline_share_a_marker():
+    point = Point("", 1.0, 1.0, None, 1.0, 1.0)
+    many = [dataclasses.replace(point, operation=f"op{n:02}") for n in range(20) for _ in range(1 + (n != 3))]
+    points, names = grouped(many)
+    assert names[-1] == "6 others"
+    assert len({*names}) == len(names) == 15
+    assert "op03" not in names
+    assert {p.operation for p in points} == {*names}
+    assert grouped(many[:5])[1] == ["op00", "op01", "op02"]
 
 
 def test_nothing_stands_above_the_roofline_of_cold_operands(records):

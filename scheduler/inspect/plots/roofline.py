@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import statistics
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The markers of operations, in the order of their names.
+# The markers of operations, in the order of their names; the last one may be that of several.
 _MARKERS = "osD^vPX<>*pHd8h"
 # Inches: minimum width and height of the left axes, and the height of a text line.
 _ACROSS, _DOWN, _LINE = 4.2, 3.2, 0.2
@@ -84,7 +85,7 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     with drawing(dark) as look:
         made = figure(title, look, subtitle=subtitle, height=HEIGHT + 0.4)
         left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
-        names = sorted({point.operation for point in points})
+        points, names = grouped(points)
         arithmetics = sorted(
             {case.problem.arithmetic for case in cases if Point.of(case)}, key=lambda name: (hardware.peak(name), name)
         )
@@ -104,6 +105,18 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         right.grid(axis="y")
         _legend(made, names, look)
         return made
+
+
+def grouped(points: Sequence[Point]) -> tuple[list[Point], list[str]]:
+    """Returns the points and their names, with one name for the rarest operations if there are more than markers."""
+    counts = collections.Counter(sorted(point.operation for point in points))
+    names = [name for name, _ in counts.most_common(len(counts))]
+    kept, rest = sorted(names), []
+    if len(names) > len(_MARKERS):
+        kept, rest = sorted(names[: len(_MARKERS) - 1]), names[len(_MARKERS) - 1 :]
+    others = [f"{len(rest)} others"] if rest else []
+    renamed = [dataclasses.replace(p, operation=others[0]) if p.operation in rest else p for p in points]
+    return renamed, kept + others
 
 
 def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequence[Point], look: Theme) -> None:
