@@ -127,7 +127,10 @@ class _CentredSquares:
             share = 1 / jnp.maximum(more, one)
         else:
             more, share = len(vectors) * one, one / len(vectors)
-        pivot = jnp.where(count == 0, functools.reduce(jnp.add, vectors) * share, pivot)
+        first = functools.reduce(jnp.add, vectors) * share
+        # Differences from an infinite pivot would be NaN, and the sum of the elements with them.
+        first = jnp.where(jnp.abs(first) <= F32(BIG), first, F32(0))
+        pivot = jnp.where(count == 0, first, pivot)
         away = _masked([(x - pivot, mask) for x, mask in zip(vectors, masks, strict=True)], 0.0)
         squares = functools.reduce(jnp.add, [x * x for x in away], squares)
         return count + more, pivot, functools.reduce(jnp.add, away, total), squares
@@ -141,8 +144,9 @@ class _CentredSquares:
 
     def combine(self, one: Statistics, other: Statistics) -> Statistics:
         (n, mean, squares), (more, others_mean, others) = map(self._about_mean, (one, other))
-        share, away = more / jnp.maximum(n + more, F32(1)), others_mean - mean
-        return n + more, mean + away * share, n - n, squares + others + away * away * (n * share)
+        many, away = jnp.maximum(n + more, F32(1)), others_mean - mean
+        centre = (n * mean + more * others_mean) / many
+        return n + more, centre, n - n, squares + others + away * away * (n * more / many)
 
     def finish(self, statistics: Statistics) -> tuple[jax.Array, jax.Array | None]:
         count, mean, squares = self._about_mean(statistics)

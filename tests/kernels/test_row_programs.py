@@ -319,21 +319,34 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_variance_in_one_pass_loses_no_digits(spread, masked):
-    joined = online(program(lambda x: jnp.sum(jnp.square(x - jnp.mean(x))), jax.ShapeDtypeStruct((1024,), "float32")))
+def one_pass(x, counts):
+    """Returns the sum, and the sum of squares about the mean: 16 threads, chunks of 16 elements each, two warps."""
+    both = lambda x: (jnp.sum(x), jnp.sum(jnp.square(x - jnp.mean(x))))  # noqa: E731
+    joined = online(program(both, jax.ShapeDtypeStruct((1024,), "float32")))
     (stage,) = [Stage(joined, number) for number in range(len(joined.stages))]
-    x = jnp.asarray(SPREADS[spread], jnp.float32)
-    counts = np.arange(1024) % 7 != 3 if masked else np.ones(1024, bool)
-    # 16 threads with four chunks of 16 elements each, and two warps of eight threads.
     parts, masks = (jnp.asarray(a).reshape(4, 16, 16) for a in (x, counts))
     found = stage.init(lambda value: jnp.full((2, 8), value))
     for chunk, mask in zip(parts, masks, strict=True):
         each = zip(chunk.reshape(16, 2, 8), mask.reshape(16, 2, 8), strict=True)
-        found = stage.update(found, [(lambda atom, v=v: v, m if masked else None) for v, m in each])
+        found = stage.update(found, [(lambda atom, v=v: v, None if counts.all() else m) for v, m in each])
     of_warps = stage.reduce(found, Elements())
     whole = stage.combine(tuple(a[0] for a in of_warps), tuple(a[1] for a in of_warps))
-    right = np.asarray(x, np.float64)[counts]
-    result = stage.finish(whole, {})[joined.results[0].values[0]]
-    np.testing.assert_allclose(result, np.square(right - right.mean()).sum(), rtol=2e-5)
+    scalars = stage.finish(whole, {})
+    return [float(scalars[result.values[0]][0]) for result in joined.results]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_variance_in_one_pass_loses_no_digits(spread, masked):
+    x = np.asarray(SPREADS[spread], np.float32)
+    counts = np.arange(1024) % 7 != 3 if masked else np.ones(1024, bool)
+    right = x.astype(np.float64)[counts]
+    np.testing.assert_allclose(one_pass(x, counts), [right.sum(), np.square(right - right.mean()).sum()], rtol=2e-5)
+
+
+@pytest.mark.parametrize("place", [0, 5, 300, 1023])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_variance_in_one_pass_has_the_mean_of_infinite_elements(place, value):
+    x = np.arange(1024, dtype=np.float32)
+    x[place] = value
+    np.testing.assert_equal(one_pass(x, np.ones(1024, bool)), [value, np.nan])
