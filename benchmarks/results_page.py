@@ -40,11 +40,9 @@ def with_headline(document: str, results: Mapping[str, Result]) -> str:
 
 def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
     s, fused = (results[f"{name}-nvidia-h200"]["summary"] for name in ("matmul", "fused"))
-    forward = results["rows-nvidia-h200"]["rows"]
-    rows, others = (
-        [row["final_vs_xla"] for row in forward if (row["operation"] in FORWARD) == of_forward]
-        for of_forward in (True, False)
-    )
+    of_rows = results["rows-nvidia-h200"]["rows"]
+    rows = [row["final_vs_xla"] for row in of_rows if row["operation"] in FORWARD]
+    others = [row["final_vs_xla"] for row in of_rows if row["operation"] not in FORWARD]
     attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
     yield from table("on an H200, the other's time over ours", "geomean", "worst", left=1)
     for title, summary, name in (
@@ -159,7 +157,6 @@ def _rows(results: Mapping[str, Result]) -> Iterator[str]:
         "best."
     )
     for name, result in results.items():
-        yield ""
         yield from _source(name, result)
         rows = [row for row in result["rows"] if row["operation"] not in FORWARD]
         yield from _table_of_others(rows, result["summary"]["copy_tb_per_s"])
@@ -299,7 +296,6 @@ def _layers(result: Result) -> Iterator[str]:
 def _grouped(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Grouped products", "")
     for name, result in results.items():
-        yield ""
         yield from _source(name, result)
         timed = [row for row in result["rows"] if "pallas_us" in row]
         layers = [row for row in result["rows"] if "jit_us" in row]
@@ -447,6 +443,7 @@ def _source(name: str, result: Result) -> Iterator[str]:
     made = result["environment"]
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
+    yield ""
     yield f"`{name}.json`: jax {made['jax']}{when}, {commits}."
     if missing := made.get("missing"):
         many = len(missing) > MOST_NAMED

@@ -26,12 +26,14 @@ ROOT = Path(__file__).parents[2]
 H200 = hardware.find("NVIDIA H200")
 
 
-@pytest.mark.parametrize("job", ["benchmarks/rows.toml", "sweeps/rows.toml", "sweeps/channels.toml"])
-def test_every_problem_of_a_job_is_one_that_a_pallas_kernel_takes(job):
+@pytest.mark.parametrize(
+    ("job", "least"), [("benchmarks/rows.toml", 10), ("sweeps/rows.toml", 10), ("sweeps/channels.toml", 5)]
+)
+def test_every_problem_of_a_job_is_one_that_a_pallas_kernel_takes(job, least):
     parsed = jobs.parse((ROOT / job).read_text())
     tasks = [task for task in parsed if isinstance(task, jobs.Task)]
     assert len(tasks) == len(parsed)
-    assert len({(task.operation.name, task.problem) for task in tasks}) == len(tasks) >= 5
+    assert len({(task.operation.name, task.problem) for task in tasks}) == len(tasks) >= least
     for task in tasks:
         assert task.operation.kernel("mosaic_gpu").supports(task.problem, H200.target) is None, str(task)
 
