@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 
 from search_spaces.rows.builder import online
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.program import Atom, Program, Values, scalar_equations
-from search_spaces.rows.stages import Stage, Statistics
+from search_spaces.rows.program import Atom, Program, Values
+from search_spaces.rows.stages import Stage, Statistics, with_scalars
 from search_spaces.space import round_up
 from search_spaces.tpu import LANES, SUBLANES
 
@@ -248,14 +248,7 @@ class Step:
                 number = program.operands[read.operand].kind == "number"
                 loaded = jnp.full((self.rows, 1), ref[0, 0]) if number else ref[self.at, :]
                 known[value] = _widened(loaded, program.dtype(value))
-        return self.after(0, known)
-
-    def after(self, level: int, known: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-        """Returns the known scalars, and those of this level that follow from them."""
-        values = Values(self.plan.program, known, lambda value: known[value], lambda x: x)
-        for value in scalar_equations(self.plan.program, level):
-            values[value]
-        return values.known
+        return with_scalars(program, 0, known)
 
 
 def _widened(x: jax.Array, dtype: str) -> jax.Array:
@@ -272,6 +265,11 @@ class _Lanes:
         return reduced
 
 
+def initial(stage: Stage, rows: int, columns: int) -> Statistics:
+    """Returns the statistics of no element."""
+    return stage.init(functools.partial(jnp.full, (rows, columns), dtype=jnp.float32))
+
+
 def reduce_rows(stage: Stage, step: Step, loop: RowLoop, known: Mapping[int, jax.Array]) -> Statistics:
     """Returns the statistics of these rows, which have been accumulated for each lane."""
 
@@ -283,14 +281,11 @@ def reduce_rows(stage: Stage, step: Step, loop: RowLoop, known: Mapping[int, jax
             elements.append((functools.partial(step.vector, values, width=place[1]), None))
         return stage.update(before, elements)
 
-    def init(width: int) -> Statistics:
-        return stage.init(functools.partial(jnp.full, (step.rows, width), dtype=jnp.float32))
-
     found = []
     if loop.columns >= loop.lanes:
-        found.append(stage.reduce(loop.over_fragments(update, init(loop.lanes)), _Lanes()))
+        found.append(stage.reduce(loop.over_fragments(update, initial(stage, step.rows, loop.lanes)), _Lanes()))
     if loop.tail is not None:
-        found.append(stage.reduce(update(init(loop.tail[1]), [loop.tail]), _Lanes()))
+        found.append(stage.reduce(update(initial(stage, step.rows, loop.tail[1]), [loop.tail]), _Lanes()))
     return functools.reduce(stage.combine, found)
 
 

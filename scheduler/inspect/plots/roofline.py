@@ -110,13 +110,12 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
 def grouped(points: Sequence[Point]) -> tuple[list[Point], list[str]]:
     """Returns the points and their names, with one name for the rarest operations if there are more than markers."""
     counts = collections.Counter(sorted(point.operation for point in points))
-    names = [name for name, _ in counts.most_common(len(counts))]
-    kept, rest = sorted(names), []
-    if len(names) > len(_MARKERS):
-        kept, rest = sorted(names[: len(_MARKERS) - 1]), names[len(_MARKERS) - 1 :]
-    others = [f"{len(rest)} others"] if rest else []
-    renamed = [dataclasses.replace(p, operation=others[0]) if p.operation in rest else p for p in points]
-    return renamed, kept + others
+    if len(counts) <= len(_MARKERS):
+        return list(points), sorted(counts)
+    kept = sorted(name for name, _ in counts.most_common(len(_MARKERS) - 1))
+    others = f"{len(counts) - len(kept)} others"
+    renamed = [p if p.operation in kept else dataclasses.replace(p, operation=others) for p in points]
+    return renamed, [*kept, others]
 
 
 def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequence[Point], look: Theme) -> None:
