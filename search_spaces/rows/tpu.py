@@ -20,17 +20,7 @@ from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program, within
 from search_spaces.rows.stages import Stage
-from search_spaces.rows.tpu_kernels import (
-    ChunkGrid,
-    Plan,
-    RowLoop,
-    Step,
-    compute,
-    initial,
-    over_rows,
-    plan,
-    reduce_rows,
-)
+from search_spaces.rows.tpu_kernels import ChunkGrid, Plan, RowLoop, Step, compute, empty, over_rows, plan, reduce_rows
 from search_spaces.space import Column, Columns, Space, cdiv, round_up
 from search_spaces.target import Target
 from search_spaces.tpu import LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes, limit_or_none, window_bytes
@@ -186,7 +176,7 @@ def chunked_rows(
 
         @pl.when(takes_in & (chunk == 0))
         def _() -> None:
-            for ref, value in zip(running, initial(stage, s.rows, 1), strict=True):
+            for ref, value in zip(running, empty(stage, s.rows, 1), strict=True):
                 ref[...] = value
 
         @pl.when(takes_in & (chunk < over.chunks - 1))

@@ -265,7 +265,7 @@ class _Lanes:
         return reduced
 
 
-def initial(stage: Stage, rows: int, columns: int) -> Statistics:
+def empty(stage: Stage, rows: int, columns: int) -> Statistics:
     """Returns the statistics of no element."""
     return stage.init(functools.partial(jnp.full, (rows, columns), dtype=jnp.float32))
 
@@ -283,9 +283,9 @@ def reduce_rows(stage: Stage, step: Step, loop: RowLoop, known: Mapping[int, jax
 
     found = []
     if loop.columns >= loop.lanes:
-        found.append(stage.reduce(loop.over_fragments(update, initial(stage, step.rows, loop.lanes)), _Lanes()))
+        found.append(stage.reduce(loop.over_fragments(update, empty(stage, step.rows, loop.lanes)), _Lanes()))
     if loop.tail is not None:
-        found.append(stage.reduce(update(initial(stage, step.rows, loop.tail[1]), [loop.tail]), _Lanes()))
+        found.append(stage.reduce(update(empty(stage, step.rows, loop.tail[1]), [loop.tail]), _Lanes()))
     return functools.reduce(stage.combine, found)
 
 
