@@ -5,8 +5,9 @@
 
 Each problem (`drawn_problems`) is searched first, or found in the cache. Then fresh processes, each for several
 problems, compile one program for the winner and one for the library. A program calls its kernel on several sets of
-operands, one launch after another, so that no call finds its operands in the cache. CUPTI times its kernels. The
-*deviation* is the median time of a call in all processes over the stored time.
+operands, one launch after another, so that no call finds its operands in the cache. If the search timed cached operands
+("warm"), the program calls it on one set. CUPTI times its kernels. The *deviation* is the time of a call over the mean
+of the stored samples. The time of a call is the median, over rounds in all processes, of the mean in a round.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from rich.table import Table
 from scheduler.core import hardware as chips
 from scheduler.core.records import Record
 from scheduler.functions.comparison import interleaves_on, sample_seconds
-from scheduler.measure.buffers import rotating_sets
+from scheduler.measure.buffers import copying, rotating_sets
 from scheduler.measure.pool import start_runner
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import jax_compat, load
 
-PROCESSES, ROUNDS, CALLS = 3, 5, 4
-# Sets of operands of one program.
-MOST_SETS = 16
+PROCESSES, ROUNDS = 3, 5
+# In a round, a program runs so often, and calls its kernel at least so often in all.
+RUNS, CALLS = 4, 16
 # What counts as agreement.
 WITHIN = 0.015
 SEARCHING = 0.6
@@ -99,10 +100,7 @@ def candidates(record: Record) -> dict[str, dict[str, Any]]:
 def all_rows(cases: Sequence[Case], rounds: int, path: Path, deadline: float) -> list[dict[str, Any]]:
     """Returns a row for each case, but for those that time did not suffice for; the file keeps each."""
     kept = Kept(path)
-    conditions = [
-        {"task": str(task), "candidates": candidates(record), "rounds": rounds, "date": record.environment.date}
-        for task, record in cases
-    ]
+    conditions = [request(*case, rounds) | {"date": case[1].environment.date} for case in cases]
     left = [n for n in range(len(cases)) if kept.get(conditions[n]) is None]
     for batch in paced([left[n : n + BATCH] for n in range(0, len(left), BATCH)], "time", deadline):
         requests = [request(*cases[n], rounds) for n in batch]
@@ -118,6 +116,7 @@ def request(task: jobs.Task, record: Record, rounds: int) -> dict[str, Any]:
         "operation": task.operation.name,
         "problem": task.problem.canonical(),
         "candidates": candidates(record),
+        "l2": record.winner.measurement.l2,
         "rounds": rounds,
     }
 
@@ -140,15 +139,18 @@ def row(task: jobs.Task, record: Record, processes: Sequence[Mapping[str, Sequen
         "problem": told(task.problem),
         "backend": record.winner.backend,
         "schedule": dict(record.winner.schedule),
+        "l2": record.winner.measurement.l2,
     }
     for name in processes[0]:
         samples, entry = [each[name] for each in processes], stored[name]
         assert entry is not None
         seconds = statistics.median(x for each in samples for x in each)
+        stored_s = statistics.fmean(entry.measurement.samples_s)
         line |= {
             f"{name}_us": seconds * 1e6,
-            f"{name}_stored_us": entry.measurement.median_s * 1e6,
-            f"{name}_deviation": seconds / entry.measurement.median_s - 1,
+            f"{name}_stored_us": stored_s * 1e6,
+            f"{name}_stored_median_us": entry.measurement.median_s * 1e6,
+            f"{name}_deviation": seconds / stored_s - 1,
             f"{name}_samples_us": [[round(x * 1e6, 3) for x in each] for each in samples],
         }
     return line
@@ -165,7 +167,7 @@ def timed(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]
 def _sets(one: Mapping[str, Any]) -> tuple[Any, int]:
     """Returns the problem of a request, and the number of sets of its operands."""
     problem = load(one["operation"]).problem.from_canonical(one["problem"])
-    return problem, min(MOST_SETS, rotating_sets(problem, chips.detect()))
+    return problem, rotating_sets(problem, chips.detect()) if one["l2"] == "cold" else 1
 
 
 def _compiled(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,8 +177,10 @@ def _compiled(one: Mapping[str, Any]) -> dict[str, Any]:
         kernel = operation.kernel(candidate["backend"])
         schedule = kernel.space(problem, target).decode(candidate["schedule"])
 
-        def each_set(sets: Any, kernel: Any = kernel, schedule: Any = schedule) -> list[Any]:
-            return [kernel.run(problem, schedule, target, *operands) for operands in sets]
+        run = jax.jit(functools.partial(kernel.run, problem, schedule, target))
+
+        def each_set(sets: Any, run: Any = run) -> list[Any]:
+            return [run(*operands) for operands in sets]
 
         programs[name] = jax.jit(each_set).lower([problem.operands()] * many).compile()
     return programs
@@ -184,15 +188,18 @@ def _compiled(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seconds(one: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, list[float]]:
     problem, many = _sets(one)
-    sets = [tuple(problem.inputs(seed)) for seed in range(many)]
+    operands = problem.inputs(0)
+    copy = copying(operands)
+    sets = [copy(operands) for _ in range(many)]
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     order = random.Random(0)
     for _ in range(one["rounds"]):
         for name in order.sample(list(programs), len(programs)):
             call = functools.partial(programs[name], sets)
             on_cpu = jax.default_backend() == "cpu"
-            found = [sample_seconds(call, 1, 1)] if on_cpu else jax_compat.device_seconds(call, CALLS)
-            seconds[name].append(statistics.median(found) / many)
+            runs = max(RUNS, CALLS // many)
+            found = [sample_seconds(call, 1, 1)] if on_cpu else jax_compat.device_seconds(call, runs)
+            seconds[name].append(statistics.fmean(found) / many)
     return seconds
 
 
