@@ -6,8 +6,9 @@
 Each problem (`drawn_problems`) is searched first, or found in the cache. Then fresh processes, each for several
 problems, compile one program for the winner and one for the library. A program calls its kernel on several sets of
 operands, one launch after another, so that no call finds its operands in the cache. If the search timed cached operands
-("warm"), the program calls it on one set. CUPTI times its kernels. The *deviation* is the time of a call over the mean
-of the stored samples. The time of a call is the median, over rounds in all processes, of the mean in a round.
+("warm"), the program calls it on one set. The sets lie elsewhere in each round. CUPTI times its kernels. The
+*deviation* is the time of a call over the mean of the stored samples. The time of a call is the median, over rounds in
+all processes, of the mean in a round.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import suite
 from drawn_problems import KINDS, SMALL, drawn
 from harness import Kept, paced, told
@@ -37,20 +39,22 @@ from rich.table import Table
 from scheduler.core import hardware as chips
 from scheduler.core.records import Record
 from scheduler.functions.comparison import interleaves_on, sample_seconds
-from scheduler.measure.buffers import copying, rotating_sets
+from scheduler.measure.buffers import MOST_MOVE_PAGES, MOVE_PAGE_BYTES, copying, rotating_sets
 from scheduler.measure.pool import start_runner
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import jax_compat, load
 
 PROCESSES, ROUNDS = 3, 5
-# In a round, a program runs so often, and calls its kernel at least so often in all.
-RUNS, CALLS = 4, 16
+# Runs of a program in a round, on several sets of operands and on cached ones.
+RUNS, WARM_RUNS = 4, 16
+# What a process says.
+COMPILED, TIMED = "compiled", "timed: "
 # What counts as agreement.
 WITHIN = 0.015
 SEARCHING = 0.6
 # Problems of one process.
-BATCH = 10
+BATCH = 20
 Case = tuple[jobs.Task, Record]
 
 
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is not None:
-        print(json.dumps(timed(json.loads(options.child))))
+        timed(json.loads(options.child))
         return
     store = Store(options.cache or default_url())
     with contextlib.closing(start_runner(load("matmul"))) as runner:
@@ -104,7 +108,7 @@ def all_rows(cases: Sequence[Case], rounds: int, path: Path, deadline: float) ->
     left = [n for n in range(len(cases)) if kept.get(conditions[n]) is None]
     for batch in paced([left[n : n + BATCH] for n in range(0, len(left), BATCH)], "time", deadline):
         requests = [request(*cases[n], rounds) for n in batch]
-        processes = [_in_a_process(requests) for _ in range(PROCESSES)]
+        processes = in_processes(requests)
         for n, samples in zip(batch, zip(*processes, strict=True), strict=True):
             kept.add(row(*cases[n], samples), conditions[n])
     kept = Kept(path)
@@ -121,14 +125,33 @@ def request(task: jobs.Task, record: Record, rounds: int) -> dict[str, Any]:
     }
 
 
-def _in_a_process(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
-    """Returns what `timed` returns for each request; raises a SystemExit with the message of a process that fails."""
+def in_processes(requests: Sequence[Mapping[str, Any]]) -> list[list[dict[str, list[float]]]]:
+    """Returns what `timed` returns in each of several processes, which compile at once and time in turn.
+
+    Raises:
+      SystemExit: a process failed; the message has its last line.
+    """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(requests)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        raise SystemExit(f"a process failed:\n{ran.stderr}")
-    found: list[dict[str, list[float]]] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with contextlib.ExitStack() as stack:
+        open_one = functools.partial(subprocess.Popen, command, env=own, text=True)
+        pipe = subprocess.PIPE
+        running = [stack.enter_context(open_one(stdin=pipe, stdout=pipe)) for _ in range(PROCESSES)]
+        for process in running:
+            _said(process, COMPILED)
+        return [json.loads(_said(process, TIMED, asked="go")) for process in running]
+
+
+def _said(process: subprocess.Popen[str], word: str, asked: str | None = None) -> str:
+    """Returns the rest of the next line that begins with `word`; sends a line before if `asked`."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if asked:
+        print(asked, file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word)
+    raise SystemExit(f"a process that compiles and times ended with status {process.wait()}")
 
 
 def row(task: jobs.Task, record: Record, processes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
@@ -156,12 +179,25 @@ def row(task: jobs.Task, record: Record, processes: Sequence[Mapping[str, Sequen
     return line
 
 
-def timed(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
-    """Returns the seconds of a call of each candidate of each request, in each round, in this process."""
+def timed(requests: Sequence[Mapping[str, Any]]) -> None:
+    """Compiles each candidate of each request, says so, waits for a line, and prints the seconds of calls as JSON.
+
+    Library programs are compiled under the lock of the device, because XLA tries algorithms on it.
+    """
+    candidates = [(n, name) for n, one in enumerate(requests) for name in one["candidates"]]
+    programs: list[dict[str, Any]] = [{} for _ in requests]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        programs = list(threads.map(_compiled, requests))
+        operands = list(threads.map(lambda one: jax.block_until_ready(_sets(one)[0].inputs(0)), requests))
+        for libraries in (False, True):
+            with interleaves_on(jax.devices()[:1]) if libraries else contextlib.nullcontext():
+                chosen = [(n, name) for n, name in candidates if _kernel(requests[n], name).library == libraries]
+                compiled = threads.map(lambda each: _compiled(requests[each[0]], each[1]), chosen)
+                for (n, name), program in zip(chosen, compiled, strict=True):
+                    programs[n][name] = program
+    print(COMPILED, flush=True)
+    sys.stdin.readline()
     with interleaves_on(jax.devices()[:1]):
-        return [_seconds(one, program) for one, program in zip(requests, programs, strict=True)]
+        print(TIMED + json.dumps(list(map(_seconds, requests, programs, operands))), flush=True)
 
 
 def _sets(one: Mapping[str, Any]) -> tuple[Any, int]:
@@ -170,34 +206,36 @@ def _sets(one: Mapping[str, Any]) -> tuple[Any, int]:
     return problem, rotating_sets(problem, chips.detect()) if one["l2"] == "cold" else 1
 
 
-def _compiled(one: Mapping[str, Any]) -> dict[str, Any]:
-    operation, target, (problem, many) = load(one["operation"]), chips.detect().target, _sets(one)
-    programs = {}
-    for name, candidate in one["candidates"].items():
-        kernel = operation.kernel(candidate["backend"])
-        schedule = kernel.space(problem, target).decode(candidate["schedule"])
-
-        run = jax.jit(functools.partial(kernel.run, problem, schedule, target))
-
-        def each_set(sets: Any, run: Any = run) -> list[Any]:
-            return [run(*operands) for operands in sets]
-
-        programs[name] = jax.jit(each_set).lower([problem.operands()] * many).compile()
-    return programs
+def _kernel(one: Mapping[str, Any], name: str) -> Any:
+    return load(one["operation"]).kernel(one["candidates"][name]["backend"])
 
 
-def _seconds(one: Mapping[str, Any], programs: Mapping[str, Any]) -> dict[str, list[float]]:
-    problem, many = _sets(one)
-    operands = problem.inputs(0)
+def _compiled(one: Mapping[str, Any], name: str) -> Any:
+    """Returns a program of a candidate that calls it on each set of operands."""
+    kernel, target, (problem, many) = _kernel(one, name), chips.detect().target, _sets(one)
+    schedule = kernel.space(problem, target).decode(one["candidates"][name]["schedule"])
+    run = jax.jit(functools.partial(kernel.run, problem, schedule, target))
+
+    def each_set(sets: Any) -> list[Any]:
+        return [run(*operands) for operands in sets]
+
+    return jax.jit(each_set).lower([problem.operands()] * many).compile()
+
+
+def _seconds(one: Mapping[str, Any], programs: Mapping[str, Any], operands: tuple[Any, ...]) -> dict[str, list[float]]:
+    """Returns the seconds of a call in each round, of each program."""
+    _, many = _sets(one)
     copy = copying(operands)
-    sets = [copy(operands) for _ in range(many)]
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    order = random.Random(0)
+    order = random.Random()
     for _ in range(one["rounds"]):
+        before = jax.device_put(np.zeros(order.randrange(MOST_MOVE_PAGES + 1) * MOVE_PAGE_BYTES, np.uint8))
+        sets = jax.block_until_ready([copy(operands) for _ in range(many)])
+        before.delete()
         for name in order.sample(list(programs), len(programs)):
             call = functools.partial(programs[name], sets)
             on_cpu = jax.default_backend() == "cpu"
-            runs = max(RUNS, CALLS // many)
+            runs = WARM_RUNS if one["l2"] == "warm" else RUNS
             found = [sample_seconds(call, 1, 1)] if on_cpu else jax_compat.device_seconds(call, runs)
             seconds[name].append(statistics.fmean(found) / many)
     return seconds

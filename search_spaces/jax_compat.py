@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -214,16 +214,33 @@ def writing_over(run: Callable[..., Any]) -> Any:
     return jax.jit(lambda buffers, *args: run(*args), donate_argnums=0, keep_unused=True)
 
 
-def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
+def device_seconds(call: Callable[[], Any], repetitions: int, *, ahead: Ahead | None = None) -> list[float]:
     """Returns the kernel time in seconds of each of `repetitions` calls, summed over kernels: see `device_kernels`."""
-    return [sum(seconds for _, seconds in kernels) for kernels in device_kernels(call, repetitions)]
+    return [sum(seconds for _, seconds in kernels) for kernels in device_kernels(call, repetitions, ahead=ahead)]
 
 
-def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple[str, float]]]:
+class Ahead(NamedTuple):
+    """Work that the device does while calls are launched.
+
+    Attributes:
+      launch: launches it, without waiting for it.
+      kernels: the number of its kernels.
+    """
+
+    launch: Callable[[], Any]
+    kernels: int
+
+
+def device_kernels(
+    call: Callable[[], Any], repetitions: int, *, ahead: Ahead | None = None
+) -> list[list[tuple[str, float]]]:
     """Returns the name and time in seconds of each kernel that each of `repetitions` calls runs, in order, from CUPTI.
 
     CUPTI stays attached between calls (attaching takes longer than measuring), so a process that uses this function can
     use no other profiler.
+
+    Args:
+      ahead: is launched before the calls. If it runs until all calls are launched, the calls run without gaps.
 
     Raises:
       RuntimeError: no kernel was recorded, or calls differ in their number of kernels.
@@ -234,14 +251,15 @@ def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple
     jax.block_until_ready(call())
     extension._cupti_init()
     try:
-        result = None
+        result = ahead and ahead.launch()
         for _ in range(repetitions):
             result = call()
         jax.block_until_ready(result)
     finally:
-        kernels = extension._cupti_get_timings(False)
+        recorded = extension._cupti_get_timings(False)
+    kernels = (recorded or [])[ahead.kernels if ahead else 0 :]
     if not kernels or len(kernels) % repetitions:
-        raise RuntimeError(f"CUPTI recorded {len(kernels or ())} kernels in {repetitions} calls")
+        raise RuntimeError(f"CUPTI recorded {len(kernels)} kernels in {repetitions} calls")
     each = len(kernels) // repetitions
     timed = [(str(name), ms * 1e-3) for name, ms in kernels]
     return [timed[i * each : (i + 1) * each] for i in range(repetitions)]
