@@ -6,9 +6,9 @@
 Each problem (`drawn_problems`) is searched first, or found in the cache. Then fresh processes, each for several
 problems, compile one program for the winner and one for the library. A program calls its kernel on several sets of
 operands, one launch after another, so that no call finds its operands in the cache. If the search timed cached operands
-("warm"), the program calls it on one set. The sets lie elsewhere in each round. CUPTI times its kernels. The
-*deviation* is the time of a call over the mean of the stored samples. The time of a call is the median, over rounds in
-all processes, of the mean in a round.
+("warm"), the program calls it on one set. The sets lie elsewhere in each round. CUPTI times the kernels,
+but for the first calls. The *deviation* is the time of a call over the mean of the stored samples. The time of a call
+is the median, over rounds in all processes, of the mean in a round.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ from scheduler.core.records import Record
 from scheduler.functions.comparison import interleaves_on, sample_seconds
 from scheduler.measure.buffers import MOST_MOVE_PAGES, MOVE_PAGE_BYTES, copying, rotating_sets
 from scheduler.measure.pool import start_runner
+from scheduler.measure.timer import MOST_SETTLING
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import jax_compat, load
+from search_spaces.space import cdiv
 
 PROCESSES, ROUNDS = 3, 5
 # Runs of a program in a round, on several sets of operands and on cached ones.
@@ -234,9 +236,11 @@ def _seconds(one: Mapping[str, Any], programs: Mapping[str, Any], operands: tupl
         before.delete()
         for name in order.sample(list(programs), len(programs)):
             call = functools.partial(programs[name], sets)
-            on_cpu = jax.default_backend() == "cpu"
-            runs = WARM_RUNS if one["l2"] == "warm" else RUNS
-            found = [sample_seconds(call, 1, 1)] if on_cpu else jax_compat.device_seconds(call, runs)
+            if jax.default_backend() == "cpu":
+                found = [sample_seconds(call, 1, 1)]
+            else:
+                runs, settling = WARM_RUNS if one["l2"] == "warm" else RUNS, cdiv(MOST_SETTLING, many)
+                found = jax_compat.device_seconds(call, settling + runs)[settling:]
             seconds[name].append(statistics.fmean(found) / many)
     return seconds
 

@@ -95,6 +95,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_rows(_files(results, "rows")),
         *_quality(of["search_quality"]),
         *_search_times(_files(results, "tuning_time")),
+        *_external_clock(of["external_clock"]),
         *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_grouped(_files(results, "grouped")),
@@ -240,6 +241,26 @@ def _search_times(results: Mapping[str, Result]) -> Iterator[str]:
         job = (number(s.get(name), 1) for name in ("seconds_a_problem_of_a_job", "verify_seconds_a_record"))
         one = (number(s["seconds_with_startup"], 1), str(s["trials"]), str(s["problems"]))
         yield line(_chip(result), *one, *job, percent(s["winner_disagreement_worst"]))
+
+
+def _external_clock(result: Result) -> Iterator[str]:
+    summary = result["summary"]
+    deviations = sorted(abs(row["winner_deviation"]) for row in result["rows"])
+    yield from _section("An external clock", "external_clock-nvidia-h200", result)
+    yield from text(
+        f"{summary['problems']} problems drawn at random, which no record has. Three fresh processes time the stored "
+        "winner and the library in programs of several calls. *Deviation*: a winner's time there over its stored time. "
+        f"{summary['agree']} deviate by at most {percent(summary['within'])}, all by at most "
+        f"{percent(deviations[-1])}; median {percent(summary['deviation_median'])}. The library is faster than "
+        f"{summary['library_is_faster']} winner, by {percent(1 - summary['final_vs_library_worst'])}. The table has "
+        f"deviations above {percent(summary['within'])}."
+    )
+    yield from table("problem", "backend", "stored", "in programs", "deviation", left=2)
+    for row in sorted(result["rows"], key=lambda row: row["winner_deviation"]):
+        if abs(row["winner_deviation"]) > summary["within"]:
+            problem = f"{row['operation']} {row['problem']}".removesuffix(" dtype=bfloat16")
+            times = (number(row[f"winner_{name}"], 1) for name in ("stored_us", "us"))
+            yield line(problem, row["backend"], *times, percent(row["winner_deviation"]))
 
 
 def _call_times(calls: Result, calls_cpu: Result) -> Iterator[str]:
