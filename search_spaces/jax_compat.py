@@ -231,6 +231,13 @@ class Ahead(NamedTuple):
     kernels: int
 
 
+def kernel_recorder() -> Any:
+    """Returns the extension of Mosaic GPU that records kernels by CUPTI."""
+    from jax._src.lib import mosaic_gpu
+
+    return getattr(mosaic_gpu, "_mosaic_gpu_ext")  # noqa: B009 (private, and unknown to type checkers)
+
+
 def device_kernels(
     call: Callable[[], Any], repetitions: int, *, ahead: Ahead | None = None
 ) -> list[list[tuple[str, float]]]:
@@ -245,18 +252,16 @@ def device_kernels(
     Raises:
       RuntimeError: no kernel was recorded, or calls differ in their number of kernels.
     """
-    from jax._src.lib import mosaic_gpu
-
-    extension: Any = getattr(mosaic_gpu, "_mosaic_gpu_ext")  # noqa: B009 (private, and unknown to type checkers)
+    recorder = kernel_recorder()
     jax.block_until_ready(call())
-    extension._cupti_init()
+    recorder._cupti_init()
     try:
         result = ahead and ahead.launch()
         for _ in range(repetitions):
             result = call()
         jax.block_until_ready(result)
     finally:
-        recorded = extension._cupti_get_timings(False)
+        recorded = recorder._cupti_get_timings(False)
     kernels = (recorded or [])[ahead.kernels if ahead else 0 :]
     if not kernels or len(kernels) % repetitions:
         raise RuntimeError(f"CUPTI recorded {len(kernels)} kernels in {repetitions} calls")

@@ -1,6 +1,7 @@
 """How often a call is timed, and what becomes of its times."""
 
 import itertools
+import math
 import time
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from scheduler.core.records import Measurement
 from scheduler.measure import timer
+from search_spaces import jax_compat
 
 pytestmark = pytest.mark.one_jax
 
@@ -84,3 +86,53 @@ def test_rounds_join_into_one_measurement():
 def test_the_worst_time_of_joined_rounds_is_their_median():
     parts = [Measurement(1.0, (1.0,), "cupti", "cold", worst_s) for worst_s in (3.0, 2.0, 7.0)]
     assert timer.join(parts).worst_s == 3.0
+
+
+class Cupti:
+    """Stands in for the extension that records kernels: a call is of one kernel, as long as `taking` says."""
+
+    def __init__(self):
+        self.kernels = []
+
+    def _cupti_init(self):
+        self.kernels = []
+
+    def _cupti_get_timings(self, _):
+        return self.kernels
+
+    def launching(self, *milliseconds):
+        """Returns a call of kernels that take so long, each time the next one if there are several times."""
+        turns = itertools.chain(milliseconds, itertools.repeat(milliseconds[-1]))
+
+        def call():
+            self.kernels.append(("kernel", next(turns)))
+            return ZERO
+
+        return call
+
+
+@pytest.fixture
+def cupti(monkeypatch):
+    recorder = Cupti()
+    monkeypatch.setattr(jax_compat, "kernel_recorder", lambda: recorder)
+    both = [recorder.launching(7.0), recorder.launching(9.0)]
+    monkeypatch.setattr(timer, "_occupy", lambda: lambda: [call() for call in both])
+    timer._ahead.cache_clear()
+    yield recorder
+    timer._ahead.cache_clear()
+
+
+def test_kernels_that_occupy_the_device_are_no_samples(cupti):
+    for repetitions in (1, 10):
+        measured = timer.measure(cupti.launching(2.0), repetitions=repetitions, clock="cupti", l2="cold")
+        assert measured.samples_s == (0.002,) * repetitions
+
+
+def test_the_first_calls_without_gaps_are_no_samples(cupti, taking):
+    call_s = timer.SETTLE_S / 2
+    warm_up = max(timer.WARM_UP_CALLS, math.ceil(timer.WARM_UP_S / call_s))
+    # One call more precedes the recording.
+    kernel = cupti.launching(*[9.0] * (warm_up + 1), 5.0, 4.0, 2.0)
+    wait = taking(itertools.repeat(call_s))
+    measured = timer.measure(lambda: (wait(), kernel())[1], repetitions=3, clock="cupti", l2="cold")
+    assert measured.samples_s == (0.002,) * 3, "two calls take the time in which kernels settle"
