@@ -36,8 +36,9 @@ Array = npt.NDArray[np.float64]
 MIN_RESIDUALS = 8
 # Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
 _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
-# Standard deviation of the error that all problems share, in log time.
-_LEVEL = 0.05
+# Standard deviations of two errors in log time: the one that all problems share, and the one that problems share whose
+# rows are no multiple of 16 bytes.
+_LEVEL, _UNALIGNED_LEVEL = 0.05, 0.2
 # The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
 _ALIGNED = 16
@@ -95,7 +96,7 @@ _GRID = tuple(
     itertools.starmap(
         Covariance,
         itertools.product(
-            (0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (1.0, 5.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0)
+            (0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (1.0, 2.0, 5.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0)
         ),
     )
 )
@@ -219,12 +220,13 @@ def _unaligned(places: Sequence[ProblemPoint]) -> npt.NDArray[np.bool_]:
 
 
 def _signal(distances: tuple[Array, Array], small: Array, unaligned: npt.NDArray[np.bool_], c: Covariance) -> Array:
-    """Returns a Matern 5/2 covariance with a deviation that depends on time and alignment, plus a constant level."""
+    """Returns a Matern 5/2 covariance with a deviation that depends on time and alignment, plus the shared levels."""
     doublings, others = distances
     r = np.sqrt(5 * (doublings / c.doublings**2 + others))
     deviation = (c.deviation + c.small_deviation * small) * np.where(unaligned, c.unaligned, 1.0)
-    covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation) + _LEVEL**2
-    return covariance
+    level = np.where(unaligned, _UNALIGNED_LEVEL, 0.0)
+    covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation)
+    return covariance + _LEVEL**2 + np.outer(level, level)
 
 
 def _noise(small: Array, c: Covariance) -> Array:
