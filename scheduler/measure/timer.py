@@ -60,7 +60,8 @@ def measure(
     while warm_up < WARM_UP_CALLS * len(calls) or time.perf_counter() - started < WARM_UP_S:
         call_s = min(call_s, _wall_seconds(calls[warm_up % len(calls)]))
         warm_up += 1
-    sample = functools.partial(_sample, clock, min(math.ceil(SETTLE_S / call_s), MOST_SETTLING))
+    settling = MOST_SETTLING if MOST_SETTLING * call_s <= SETTLE_S else math.ceil(SETTLE_S / call_s)
+    sample = functools.partial(_sample, clock, settling)
     first = repetitions if slow_s is None else min(FIRST_REPETITIONS, repetitions)
     each = [sample(call, first) for call in calls]
     if slow_s is not None and first < repetitions and statistics.median(_means(each)) <= slow_s:

@@ -66,6 +66,12 @@ def test_a_quick_call_is_warmed_up_for_as_long_as_a_slow_one(taking):
     assert timed(call, repetitions=5).samples_s == pytest.approx([0.25] * 5)
 
 
+def test_a_clock_that_stands_still_measures_zero(taking):
+    seconds = itertools.chain([timer.WARM_UP_S / 2] * 2, itertools.repeat(0.0))
+    assert timed(taking(seconds), repetitions=3).samples_s == (0.0,) * 3
+    assert timed(taking(itertools.chain([0.0, timer.WARM_UP_S], itertools.repeat(0.0)))).samples_s == (0.0,) * 10
+
+
 def test_a_sample_of_several_variants_is_their_mean_and_the_worst_is_the_slowest_median(taking):
     measured = timed(*[taking(itertools.repeat(seconds)) for seconds in (0.25, 0.5, 1.5)], repetitions=4)
     assert measured == Measurement(0.75, (0.75,) * 4, "wall", "warm", 1.5)
