@@ -6,9 +6,9 @@
 Each problem (`drawn_problems`) is searched first, or found in the cache. Then fresh processes, each for several
 problems, compile one program for the winner and one for the library. A program calls its kernel on several sets of
 operands, one launch after another, so that no call finds its operands in the cache. If the search timed cached operands
-("warm"), the program calls it on one set. The sets lie elsewhere in each round. CUPTI times the kernels,
-but for the first calls. The *deviation* is the time of a call over the mean of the stored samples. The time of a call
-is the median, over rounds in all processes, of the mean in a round.
+("warm"), the program calls it on one set. The sets lie elsewhere in each round. CUPTI times the kernels of all calls
+but the first ones of a round. The time of a call is the median, over rounds in all processes, of the mean in a round.
+The *deviation* is this time over the mean of the stored samples, less one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import suite
 from drawn_problems import KINDS, SMALL, drawn
 from harness import Kept, paced, told
@@ -39,7 +38,7 @@ from rich.table import Table
 from scheduler.core import hardware as chips
 from scheduler.core.records import Record
 from scheduler.functions.comparison import interleaves_on, sample_seconds
-from scheduler.measure.buffers import MOST_MOVE_PAGES, MOVE_PAGE_BYTES, copying, rotating_sets
+from scheduler.measure.buffers import copying, elsewhere, rotating_sets
 from scheduler.measure.pool import start_runner
 from scheduler.measure.timer import MOST_SETTLING
 from scheduler.search import jobs
@@ -131,7 +130,7 @@ def in_processes(requests: Sequence[Mapping[str, Any]]) -> list[list[dict[str, l
     """Returns what `timed` returns in each of several processes, which compile at once and time in turn.
 
     Raises:
-      SystemExit: a process failed; the message has its last line.
+      SystemExit: a process failed; the message has its status.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(requests)]
     own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -186,13 +185,13 @@ def timed(requests: Sequence[Mapping[str, Any]]) -> None:
 
     Library programs are compiled under the lock of the device, because XLA tries algorithms on it.
     """
-    candidates = [(n, name) for n, one in enumerate(requests) for name in one["candidates"]]
+    every = [(n, name) for n, one in enumerate(requests) for name in one["candidates"]]
     programs: list[dict[str, Any]] = [{} for _ in requests]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         operands = list(threads.map(lambda one: jax.block_until_ready(_sets(one)[0].inputs(0)), requests))
         for libraries in (False, True):
             with interleaves_on(jax.devices()[:1]) if libraries else contextlib.nullcontext():
-                chosen = [(n, name) for n, name in candidates if _kernel(requests[n], name).library == libraries]
+                chosen = [(n, name) for n, name in every if _kernel(requests[n], name).library == libraries]
                 compiled = threads.map(lambda each: _compiled(requests[each[0]], each[1]), chosen)
                 for (n, name), program in zip(chosen, compiled, strict=True):
                     programs[n][name] = program
@@ -231,9 +230,8 @@ def _seconds(one: Mapping[str, Any], programs: Mapping[str, Any], operands: tupl
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     order = random.Random()
     for _ in range(one["rounds"]):
-        before = jax.device_put(np.zeros(order.randrange(MOST_MOVE_PAGES + 1) * MOVE_PAGE_BYTES, np.uint8))
-        sets = jax.block_until_ready([copy(operands) for _ in range(many)])
-        before.delete()
+        with elsewhere(order):
+            sets = jax.block_until_ready([copy(operands) for _ in range(many)])
         for name in order.sample(list(programs), len(programs)):
             call = functools.partial(programs[name], sets)
             if jax.default_backend() == "cpu":

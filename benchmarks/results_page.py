@@ -248,11 +248,13 @@ def _external_clock(result: Result) -> Iterator[str]:
     deviations = sorted(abs(row["winner_deviation"]) for row in result["rows"])
     yield from _section("An external clock", "external_clock-nvidia-h200", result)
     yield from text(
-        f"{summary['problems']} problems drawn at random, which no record has. Three fresh processes time the stored "
-        "winner and the library in programs of several calls. *Deviation*: a winner's time there over its stored time. "
-        f"{summary['agree']} deviate by at most {percent(summary['within'])}, all by at most "
-        f"{percent(deviations[-1])}; median {percent(summary['deviation_median'])}. The library is faster than "
-        f"{summary['library_is_faster']} winner, by {percent(1 - summary['final_vs_library_worst'])}. The table has "
+        f"{summary['problems']} problems drawn at random, of which no record is shipped. Three fresh processes time "
+        "the stored winner and the library in programs of several calls. *Deviation*: a winner's time there over its "
+        "stored time, less one. "
+        f"{summary['agree']} winners deviate by at most {percent(summary['within'])}, all by at most "
+        f"{percent(deviations[-1])}; median {percent(summary['deviation_median'])}. Winners that are "
+        f"slower than the library there: {summary['library_is_faster']}, by at most "
+        f"{percent(1 - summary['final_vs_library_worst'])}. The table has "
         f"deviations above {percent(summary['within'])}."
     )
     yield from table("problem", "backend", "stored", "in programs", "deviation", left=2)

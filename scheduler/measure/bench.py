@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
@@ -156,12 +155,10 @@ class Bench:
         if self._copy is None or not buffers.moves(self._problem, len(self._sets)):
             return
         self._results.clear()
-        pages = self._random.randrange(buffers.MOST_MOVE_PAGES + 1)
-        before = jax.device_put(np.zeros(pages * buffers.MOVE_PAGE_BYTES, np.uint8))
-        for number, (operands, *_) in enumerate(self._sets):
-            moved = self._problem.variants(self._copy(operands))
-            self._sets[number] = jax.block_until_ready(jax.tree.map(jnp.asarray, moved))
-        before.delete()
+        with buffers.elsewhere(self._random):
+            for number, (operands, *_) in enumerate(self._sets):
+                moved = self._problem.variants(self._copy(operands))
+                self._sets[number] = jax.block_until_ready(jax.tree.map(jnp.asarray, moved))
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
         """Checks a candidate with other inputs in several calls; returns the failure, or None if it is correct.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,15 @@ MOVE_PAGE_BYTES, MOST_MOVE_PAGES = 2**21, 8
 def moves(problem: Problem, sets: int) -> bool:
     """Returns whether a bench moves its operands and results before each round of a run-off."""
     return sets <= MOST_MOVED_SETS and sets * _operand_bytes(problem) <= MOST_MOVED_BYTES
+
+
+@contextlib.contextmanager
+def elsewhere(order: random.Random) -> Iterator[None]:
+    """Context manager in which arrays are created at other addresses: a random number of pages is allocated before."""
+    pages = order.randrange(MOST_MOVE_PAGES + 1)
+    before = jax.device_put(np.zeros(pages * MOVE_PAGE_BYTES, np.uint8))
+    yield
+    before.delete()
 
 
 def rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:

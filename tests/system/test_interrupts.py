@@ -206,8 +206,6 @@ JOB = 'operation = "softmax"\nbackends = "interpret"\nbudget = 3\n[[problem]]\nr
 def test_every_command_ends_by_a_signal_that_was_swallowed(command, number, tmp_path, monkeypatch):
     (tmp_path / "job.toml").write_text(JOB)
     monkeypatch.chdir(tmp_path)
-    # Ray, in a test before, leaves a handler of its own.
-    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # At the limit the process ends, and this is the process of the tests: imports take long on a busy host.
     monkeypatch.setattr(interrupts, "MOST_PUT_OFF", sys.maxsize)
     sent = []

@@ -44,12 +44,14 @@ def cluster():
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("RAY_AUTH_MODE", "disabled")  # whatever token its user has
+        before = signal.getsignal(signal.SIGTERM)
         running = Cluster(initialize_head=True, head_node_args=HOST)
         running.add_node(**HOST)
         try:
             yield running
         finally:
             running.shutdown()
+            signal.signal(signal.SIGTERM, before)  # Ray sets a handler that ends the process
 
 
 @pytest.fixture
