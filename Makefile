@@ -1,5 +1,5 @@
 # make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
-# is enough. `make test` leaves out the tests marked `slow`.
+# is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
 #
 #   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
 #   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?=
+TESTS ?=
 # The newest JAX that this Python can have; constraints/ says what else fits it.
 JAX ?= $(shell $(PYTHON) -c 'import sys; print("0.10.2" if sys.version_info < (3, 12) else "0.12.0.1")')
 
@@ -42,11 +43,12 @@ demo: $(stamp)
 	@echo "== and so does a second search"
 	$(BIN)/tile-scheduler tune matmul $(DEMO) --budget $(DEMO_BUDGET)
 
+# TESTS: files or folders, and what selects among their tests; all by default.
 test: $(stamp)-test
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(TESTS) $(PYTEST_ARGS)
 
 test-all: $(stamp)-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
 lint: $(stamp)-dev
 	$(BIN)/ruff format --check .

@@ -19,6 +19,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
@@ -193,11 +194,15 @@ def _repeated(x: Array) -> Array:
 
 
 def _qkv(kv_heads: int = KV_HEADS) -> tuple[Array, ...]:
-    keys = jax.random.split(jax.random.key(0), 3)
     return tuple(
-        jax.random.normal(key, (BATCH, LENGTH, heads, HEAD_DIM), jnp.bfloat16)
-        for key, heads in zip(keys, (HEADS, kv_heads, kv_heads), strict=True)
+        _normal(seed, (BATCH, LENGTH, heads, HEAD_DIM)) for seed, heads in enumerate((HEADS, kv_heads, kv_heads))
     )
+
+
+def _normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> Array:
+    """Random numbers by NumPy, which compiles nothing."""
+    drawn = scale * np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(drawn.astype(jnp.bfloat16))
 
 
 def _gradients(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -209,10 +214,9 @@ def _gradients(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 def _weights(layers: int = LAYERS) -> dict[str, Array]:
     widths = {"q": FEATURES, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": FEATURES}
-    keys = jax.random.split(jax.random.key(1), len(widths))
     return {
-        name: (jax.random.normal(key, (layers, FEATURES, width)) * FEATURES**-0.5).astype(jnp.bfloat16)
-        for key, (name, width) in zip(keys, widths.items(), strict=True)
+        name: _normal(seed, (layers, FEATURES, width), FEATURES**-0.5)
+        for seed, (name, width) in enumerate(widths.items())
     }
 
 
@@ -232,7 +236,7 @@ def _scanned(x: Array, weights: dict[str, Array], layer: Callable[..., Array]) -
 
 
 def _stream() -> Array:
-    return jax.random.normal(jax.random.key(2), (BATCH, LENGTH, FEATURES), jnp.bfloat16)
+    return _normal(2, (BATCH, LENGTH, FEATURES))
 
 
 def _in_layers(core: Core, stack: Callable[..., Array], wrap: Callable[[Any], Any]) -> Callable[..., Array]:
@@ -255,7 +259,8 @@ def _linen(dtype: Any = jnp.bfloat16) -> tuple[Callable[..., Array], Any]:
     module = nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=dtype, deterministic=True)
     x = _stream()
     mask = nn.make_causal_mask(jnp.ones((BATCH, LENGTH)))
-    weights = module.init(jax.random.key(3), x, mask=mask)
+    shapes = jax.eval_shape(functools.partial(module.init, mask=mask), jax.random.key(3), x)
+    weights = jax.tree.map(lambda w: _normal(3, w.shape, FEATURES**-0.5).astype(w.dtype), shapes)
     return lambda weights, x: module.apply(weights, x, mask=nn.make_causal_mask(x[..., 0])), weights
 
 

@@ -1,13 +1,14 @@
 """What all tests share: no test reads or writes the user's own cache, and Ctrl-C means what it means at a terminal."""
 
+import collections
 import ctypes
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 import hypothesis
@@ -34,29 +35,48 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 MOST_RESIDENT_BYTES = 2**30
 
 
-def pytest_addoption(parser):
-    parser.addoption("--share", default="1/1", help="parts of all tests, by their names: 1/3, or 2,3/3 for the others")
+# Tests that cannot run here are not collected; the summary counts them by reason.
+NOT_COLLECTED = pytest.StashKey[dict[str, int]]()
+GPU = shutil.which("nvidia-smi") is not None
+collect_ignore = [] if GPU else ["device"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(config, items):
-    seen = set()
+    seen, possible, impossible = set(), [], collections.Counter()
     for item in items:
+        if reason := _impossible(item):
+            impossible[reason] += 1
+            continue
         function = item.nodeid.partition("[")[0]
         if function in seen and item.get_closest_marker("slow_but_first"):
             item.add_marker("slow")
         seen.add(function)
-    parts, _, count = config.getoption("--share").partition("/")
-    numbers = {int(part) - 1 for part in parts.split(",")}
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) not in numbers]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % int(count) in numbers]
+        possible.append(item)
+    items[:] = possible
+    config.stash[NOT_COLLECTED] = dict(impossible)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["not_collected"] = dict(impossible)
 
 
-def pytest_runtest_setup(item):
+def _impossible(item):
+    """Why this test cannot run here: the reason of a `skipif` that holds, or a compiler that is not installed."""
     if item.get_closest_marker("libtpu") and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("not installed: libtpu (the extra `tpu`)")
+        return "not installed: libtpu (the extra `tpu`)"
+    return next((mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]), None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Takes the counts of a process of pytest-xdist, all of which collect the same tests."""
+    node.config.stash[NOT_COLLECTED] = getattr(node, "workeroutput", {}).get("not_collected", {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not GPU:
+        terminalreporter.write_line("not collected: tests/device, because no NVIDIA GPU is here")
+    for reason, count in config.stash.get(NOT_COLLECTED, {}).items():
+        terminalreporter.write_line(f"not collected: {count} tests: {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import IO
 
 from scheduler.core.interrupts import WAKE_S
@@ -29,6 +30,7 @@ from scheduler.measure.protocol import Message, StepStarted, decode, encode
 
 LONGEST_MESSAGE_BYTES = 2**26
 
+# Seconds in which the process could run (`RunningTime`).
 Limit = Callable[[str], float | None]
 Ended = Callable[[str, float], None]
 
@@ -43,6 +45,42 @@ class Overrun(TimeoutError):
     def __init__(self, step: str, limit_s: float) -> None:
         super().__init__(f"{step} did not end within {limit_s:.3g} s")
         self.step = step
+
+
+class RunningTime:
+    """Counts the seconds in which a process could run: on a busy host, a timeout in them ends only what hangs.
+
+    Seconds in which a thread of the process waited for a core do not count (Linux; proc(5)). Seconds in which the
+    calling process could not run count as one interval of `seconds`.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._total_s = pid, 0.0
+        self._before_s, self._threads = time.monotonic(), _threads(pid)
+
+    def seconds(self) -> float:
+        """Returns the seconds so far. Call it at intervals of at most `WAKE_S`."""
+        now_s, threads = time.monotonic(), _threads(self._pid)
+        passed_s = min(now_s - self._before_s, 2 * WAKE_S)
+        waits_s = [0.0]  # threads wait at the same time, so the longest wait is the process's
+        for thread, (runnable, ran_ns, waited_ns) in threads.items():
+            _, ran_before_ns, waited_before_ns = self._threads.get(thread, (False, 0, 0))
+            # Linux counts a wait once it has ended.
+            waits_s.append(passed_s if runnable and ran_ns == ran_before_ns else 1e-9 * (waited_ns - waited_before_ns))
+        self._total_s += max(0.0, passed_s - max(waits_s))
+        self._before_s, self._threads = now_s, threads
+        return self._total_s
+
+
+def _threads(pid: int) -> dict[str, tuple[bool, int, int]]:
+    """Returns for each thread of a process whether it is runnable, and the nanoseconds that it ran and waited so far."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            ran_ns, waited_ns, _ = map(int, (thread / "schedstat").read_text().split())
+            found[thread.name] = (state == "R", ran_ns, waited_ns)
+    return found
 
 
 class Children:
@@ -134,7 +172,7 @@ class Child:
 
         Args:
           first: the step that begins with the message.
-          limit_s: returns the timeout of a step in seconds; None sets no limit.
+          limit_s: returns the timeout of a step in seconds (`RunningTime`); None sets no limit.
           ended: called with each finished step and its duration in seconds.
 
         Raises:
@@ -187,13 +225,13 @@ class Child:
         file = self._channel.fileno()
         ready = select.poll()
         ready.register(file, select.POLLIN)
-        until = None if limit_s is None else time.monotonic() + limit_s
+        ran = None if limit_s is None else RunningTime(self._process.pid)
         while b"\n" not in self._unread:
-            left_s = math.inf if until is None else until - time.monotonic()
+            left_s = math.inf if ran is None or limit_s is None else limit_s - ran.seconds()
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
                 if self._process.poll() is not None and not ready.poll(0):  # a grandchild may hold the channel open
                     return b""
-                if left_s <= WAKE_S:
+                if left_s <= 0:
                     return None
                 continue
             try:

@@ -54,7 +54,7 @@ class Attack:
       claim: what holds although it is tried.
       quick: how often in every run of the tests.
       long: how often by ``python -m tests.hostile``.
-      one_jax: it tells nothing of JAX's versions.
+      numbers: whether it compares numbers of operations, which each JAX computes; others run on one JAX.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Attack:
     run: Run
     quick: int
     long: int
-    one_jax: bool = True
+    numbers: bool = False
 
 
 def seeded(seed: int, tries: int) -> Iterator[tuple[int, random.Random]]:

@@ -47,9 +47,9 @@ ATTACKS = (
     Attack("places", "no home and no directory to stand in fail no call and no command", surroundings.places, 2, 13),
     *(
         Attack(maker.__name__.removeprefix("a_").replace("_", "-"), "random problems agree with float64",
-               functools.partial(random_problems.tries, maker), 6, 500, one_jax=False)
+               functools.partial(random_problems.tries, maker), 6, 500, numbers=True)
         for maker in random_calls.MAKERS
     ),
     Attack("gpu-kernels", "random problems of the Hopper kernels, interpreted, agree with float64",
-           gpu_kernels.tries, 2, 60, one_jax=False),
+           gpu_kernels.tries, 2, 60, numbers=True),
 )  # fmt: skip

@@ -127,7 +127,7 @@ def tries(seed: int, count: int) -> Tried:
     """So many searches, each over a dozen candidates, most of them hostile; a single one over each that is quick."""
     tried = Tried()
     gpu = Gpu(index="", uuid="hostile", driver="", free_bytes=4 * GIB)
-    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=20, run_timeout_s=10)) as pool:
+    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=30, run_timeout_s=10)) as pool:
         for number, draw in seeded(seed, count):
             script = [*draw.sample(sorted(STAGES), 8), *draw.choices(RIGHT, k=4)] if count > 1 else sorted(EACH_ONCE)
             draw.shuffle(script)

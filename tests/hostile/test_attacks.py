@@ -1,4 +1,4 @@
-"""The quick part of every attack; the long one is ``python -m tests.hostile``."""
+"""The quick part of attacks on files, processes and workers; the long one is ``python -m tests.hostile``."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,11 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 
-def case(attack):
-    marks = [pytest.mark.one_jax] if attack.one_jax else []
-    return pytest.param(attack, marks=marks, id=f"{attack.name}: {attack.claim}".replace(" ", "_"))
+def name(attack):
+    return f"{attack.name}: {attack.claim}".replace(" ", "_")
 
 
-@pytest.mark.parametrize("attack", [case(attack) for attack in ATTACKS])
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if not attack.numbers], ids=name)
 def test_although_it_is_attacked(attack, monkeypatch):
     # Workers, and what else is started, look for modules where this process does.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), str(HERE)]))

@@ -14,7 +14,7 @@ from scheduler.measure import build
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import Columns, Target
-from search_spaces.jax_compat import gpu_interpreter
+from search_spaces.jax_compat import HAS_MMA, gpu_interpreter
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import MatmulProblem
@@ -68,7 +68,7 @@ def test_on_hopper_it_runs_for_whoever_asks_for_it():
     assert MosaicGpuMmaMatmul(also_on=("sm_90",)).supports(PRODUCTS[0], H200.target) is None
 
 
-@pytest.mark.skipif("KERNEL.supports(PRODUCTS[0], A100.target) is None", reason="this JAX is new enough")
+@pytest.mark.skipif(HAS_MMA, reason="this JAX is new enough")
 def test_an_older_jax_is_named():
     assert "0.11.2" in KERNEL.supports(PRODUCTS[0], A100.target)
 

@@ -15,7 +15,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.measure.bench import Bench
 from search_spaces import Tolerance
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow_but_first]
+pytestmark = pytest.mark.slow_but_first
 
 NAMES = itertools.count()
 FLOATS = jax.ShapeDtypeStruct((16, 32), jnp.float32)

@@ -22,7 +22,7 @@ from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
-pytestmark = [pytest.mark.one_jax, needs_libtpu, pytest.mark.slow]
+pytestmark = [needs_libtpu, pytest.mark.slow]
 
 V5E = find("v5e")
 OWN = f"{Path(__file__).parents[1] / 'tpu_kernels.py'}:PRODUCT"
@@ -36,7 +36,7 @@ def task(problem, **schedule):
 
 @pytest.fixture(scope="module")
 def runner():
-    with_limit = RunnerOptions(workers=1, compile_timeout_s=60.0)
+    with_limit = RunnerOptions(workers=1, compile_timeout_s=600.0)
     runner = AheadOfTime(V5E, with_limit)
     yield runner
     runner.close()
@@ -72,11 +72,11 @@ def test_what_is_wrong_is_found_by_the_interpreter(runner):
 
 
 def test_a_step_that_does_not_end_is_ended():
-    runner = AheadOfTime(V5E, RunnerOptions(workers=1, compile_timeout_s=4.0))
+    runner = AheadOfTime(V5E, RunnerOptions(workers=1, compile_timeout_s=15.0))
     try:
         problem = ProductProblem(256, 256, 256, script="right.hangs")
         hung = runner.measure(task(problem, **ONE_TILE, behave="hangs"))
-        assert (hung.stage, "lower did not end within 4 s" in hung.detail) == ("timeout", True)
+        assert (hung.stage, "lower did not end within 15 s" in hung.detail) == ("timeout", True)
     finally:
         runner.close()
     with pytest.raises(WorkerError, match="stopped"):

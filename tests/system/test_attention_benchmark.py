@@ -19,7 +19,7 @@ from tokamax_attention import TOKAMAX_ATTENTION, fields
 
 from search_spaces.flash_attention import FlashAttentionProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 H200 = hardware.find("NVIDIA H200")
 

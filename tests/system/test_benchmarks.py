@@ -197,7 +197,6 @@ def steps(tmp_path):
     return run
 
 
-@pytest.mark.one_jax
 def test_a_rehearsal_gives_every_figure_of_the_summary(steps):
     rows = steps(Modelled())
     assert [row["problem"] for row in rows] == [str(SMALL), str(RAGGED)]
@@ -219,7 +218,6 @@ def test_a_rehearsal_gives_every_figure_of_the_summary(steps):
     assert comparison.table(rows, H200).row_count == 2
 
 
-@pytest.mark.one_jax
 def test_only_problems_above_ten_gflop_count_as_large():
     small = {"flops": 9e9, "pallas_vs_xla": 0.5}
     large = {"flops": 11e9, "pallas_vs_xla": 0.9}
@@ -231,7 +229,6 @@ def test_only_problems_above_ten_gflop_count_as_large():
     assert summary["pallas_vs_xla_worst_over_10gflop"] == 0.9
 
 
-@pytest.mark.one_jax
 def test_the_same_command_measures_nothing_twice_and_what_has_changed_again(steps):
     first, again, more = Modelled(), Modelled(), Modelled()
     rows = steps(first)
@@ -242,7 +239,6 @@ def test_the_same_command_measures_nothing_twice_and_what_has_changed_again(step
         steps(Modelled(), schedules=7)
 
 
-@pytest.mark.one_jax
 def test_a_line_that_was_cut_off_is_timed_again(steps, tmp_path):
     rows = steps(Modelled())
     kept = tmp_path / "judged.jsonl"
@@ -254,12 +250,10 @@ def test_a_line_that_was_cut_off_is_timed_again(steps, tmp_path):
     assert again.asked == 0
 
 
-@pytest.mark.one_jax
 def test_what_is_out_of_time_is_missing_rather_than_empty(steps):
     assert steps(Modelled(), deadline=-1.0) == []
 
 
-@pytest.mark.one_jax
 def test_a_candidate_that_fails_before_the_independent_benchmark_has_no_time_and_the_others_have(steps):
     steps(Modelled(), rounds=1)
     for row in steps(Modelled("mosaic_gpu")):
@@ -269,7 +263,6 @@ def test_a_candidate_that_fails_before_the_independent_benchmark_has_no_time_and
         assert row["xla_us"] > 0
 
 
-@pytest.mark.one_jax
 def test_a_problem_that_nothing_can_do_leaves_the_others_theirs(steps, capsys):
     assert steps(Modelled(*RIVALS.backends)) == []
     said = capsys.readouterr().out
@@ -286,7 +279,6 @@ def test_every_fused_product_is_one_and_our_kernel_takes_it():
     assert {problem.activation for problem in problems} >= {"gelu", "silu"}
 
 
-@pytest.mark.one_jax
 @pytest.mark.slow
 def test_fused_products_are_rehearsed_by_the_command_and_told_beside_what_is_written(tmp_path):
     options = ["--budget", "2", "--rounds", "2", "--cache", str(tmp_path / "c.db"), "--work", str(tmp_path / "work")]
@@ -308,7 +300,6 @@ def test_what_is_written_is_the_same_formula_rounded_more_often():
     assert not np.array_equal(written, reference.astype(written.dtype))
 
 
-@pytest.mark.one_jax
 def test_names_of_one_task_share_its_times():
     task = Task(MATMUL, SMALL, "xla", {}, 10)
     runner = Modelled()
@@ -318,7 +309,6 @@ def test_names_of_one_task_share_its_times():
     assert len(timed.times("final").samples_s) == 50
 
 
-@pytest.mark.one_jax
 def test_a_step_begins_nothing_that_would_end_after_the_deadline(capsys):
     now = iter(range(0, 1000, 10)).__next__
     begun = list(paced(["a", "b", "c", "d"], "step", deadline=45, clock=now))
@@ -327,7 +317,6 @@ def test_a_step_begins_nothing_that_would_end_after_the_deadline(capsys):
     assert "time is up; 2 of 4 are left" in capsys.readouterr().out
 
 
-@pytest.mark.one_jax
 def test_a_part_of_the_suite_is_rehearsed_by_the_command_and_writes_no_result(tmp_path, capsys):
     where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
     matmul.main(["--problems", "m=1 ", "--budget", "2", "--rounds", "2", "--cache", str(tmp_path / "c.db"), *where])
@@ -343,7 +332,6 @@ def test_a_text_that_no_problem_contains_is_told_with_those_there_are():
         matmul.chosen(H200, ["no such model"])
 
 
-@pytest.mark.one_jax
 @pytest.mark.slow
 def test_a_library_is_timed_in_several_fresh_processes_in_turn_and_a_kernel_in_one(tmp_path):
     gpu = Gpu(index="", uuid="fresh", driver="", free_bytes=4 * GIB)

@@ -102,7 +102,6 @@ def test_a_kernel_that_never_runs_is_an_error_that_says_how_often_why_and_where(
     assert "Traceback" not in err
 
 
-@pytest.mark.one_jax
 def test_once_mended_it_is_tuned_again_and_then_known(own):
     path = own("type")
     tune_it = ["tune", f"{path}:BIAS_GELU", *PROBLEM, "--json"]
@@ -121,7 +120,6 @@ def test_once_mended_it_is_tuned_again_and_then_known(own):
     assert all({"xla", "blocked"} == set(backends) for _, _, backends in states[1:])
 
 
-@pytest.mark.one_jax
 def test_schedules_that_failed_beside_others_are_told_of_and_again_where_it_is_known(own, here):
     path = own("one tile")
     for state in ("5 trials", "Already tuned"):
@@ -131,7 +129,6 @@ def test_schedules_that_failed_beside_others_are_told_of_and_again_where_it_is_k
         assert "3 of 4 schedules of blocked failed: verify: 2" in out
 
 
-@pytest.mark.one_jax
 @PROCESSES
 def test_the_first_error_comes_with_its_traceback_and_ends_the_search(own, processes):
     path = own("index")
@@ -146,14 +143,12 @@ def test_the_first_error_comes_with_its_traceback_and_ends_the_search(own, proce
     assert command("tune", f"{path}:BIAS_GELU", *PROBLEM, *processes, "--first-error", cwd=path.parent)[0] == 0
 
 
-@pytest.mark.one_jax
 def test_a_wrong_answer_is_a_first_error_too(own):
     operation = load(f"{own('sign')}:BIAS_GELU")
     with pytest.raises(CandidateFailed, match=r'^blocked \{"tile_m": \d+\}: verify: 3200 of 3200'):
         scheduler.tune(operation, {"m": 50, "n": 64}, budget=6, first_error=True)
 
 
-@pytest.mark.one_jax
 def test_in_a_job_its_row_says_it_and_the_others_go_on(own, here, tmp_path):
     path = own("type")
     job = tmp_path / "job.toml"
@@ -309,7 +304,6 @@ def test_failures_of_a_search_that_was_cut_short_are_tried_again():
     assert all(isinstance(trial.outcome, Measurement) for trial in shown)
 
 
-@pytest.mark.one_jax
 def test_tune_searches_once_unless_forced_and_show_lists_the_last_search(tmp_path):
     seen = []
     with contextlib.closing(Store(tmp_path / "cache.db")) as store:

@@ -20,8 +20,6 @@ from scheduler.search.sweep import sweep
 from scheduler.search.task import SearchOptions, Task
 from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
-pytestmark = pytest.mark.one_jax
-
 PROBLEM = SoftmaxProblem(8, 128)
 WRONG = (TypeError, ValueError)
 NO_NUMBERS = [math.nan, math.inf, -math.inf, -1, True, "1", 10**400, 1j, [1], np.ones(2)]

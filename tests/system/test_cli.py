@@ -31,8 +31,6 @@ from scheduler.store.store import Store, shipped
 from search_spaces import jax_compat, load
 from search_spaces.mma import fragments
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 SMALL = ["m=32", "n=32", "k=32", "dtype=float32"]
 

@@ -23,8 +23,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import command_line_page
 import results_page
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "use" / "own-kernels.md").read_text()

@@ -29,7 +29,7 @@ from scheduler.store.store import Store, default_url
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def as_estimated(record, problem=None):

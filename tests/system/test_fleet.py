@@ -22,7 +22,7 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, Target
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TASK = Task(FAULTY, FaultyProblem(8, "ok ok wrong slow"), budget=6)
 

@@ -16,7 +16,7 @@ import pytest
 from scheduler.measure import gpu
 from scheduler.measure.gpu import Gpu
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

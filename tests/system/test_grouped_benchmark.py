@@ -20,7 +20,7 @@ from torch_process import TorchProcess
 
 from scheduler.measure.runner import InProcess, Task
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_every_point_is_tuned_for_all_distributions_and_timed_for_one():

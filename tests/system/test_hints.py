@@ -14,7 +14,7 @@ from scheduler.core.records import key_of
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 OWN = """

@@ -23,7 +23,7 @@ from scheduler.inspect.report.content import element, extend, written
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 EVIL = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>\"'&<!--"
 SMALL = ["m=32", "n=32", "k=32", "dtype=float32"]

@@ -1,7 +1,7 @@
 """Whole functions timed in turns."""
 
 import dataclasses
-import time
+import random
 
 import filelock
 import jax
@@ -12,30 +12,32 @@ from scheduler.functions import comparison
 from scheduler.functions.comparison import Seconds, is_faster, margin_of, time_interleaved
 from scheduler.measure import gpu
 
-pytestmark = pytest.mark.one_jax
-
-
-def sleeping(seconds):
-    def run():
-        time.sleep(seconds)
-        return jnp.zeros(())
-
-    return run
-
 
 class Device:
-    """A device that computes calls one after the other, each so long, and a host that takes so long to launch one."""
+    """A device that computes calls one after the other, and a host that takes so long to launch one; it has the clock.
 
-    def __init__(self, seconds, launch=0.0):
-        self.seconds, self.launch, self.now, self.free = seconds, launch, 0.0, 0.0
+    Attributes:
+      seconds: of each call of `run`.
+      noise: the longest delay of a call of `call`, as a share of its time.
+    """
+
+    def __init__(self, seconds=0.0, launch=0.0, noise=0.0):
+        self.seconds, self.launch, self.noise = seconds, launch, noise
+        self.now, self.free, self.random = 0.0, 0.0, random.Random(0)
 
     def perf_counter(self):
         return self.now
 
     def run(self):
-        self.now += self.launch
-        self.free = max(self.free, self.now) + self.seconds
-        return Result(self, self.free)
+        return self.call(self.seconds)()
+
+    def call(self, seconds):
+        def run():
+            self.now += self.launch
+            self.free = max(self.free, self.now) + seconds * (1 + self.noise * self.random.random())
+            return Result(self, self.free)
+
+        return run
 
 
 @dataclasses.dataclass
@@ -55,18 +57,27 @@ def test_a_sample_waits_for_all_its_calls_and_the_device_for_the_first_alone(cal
     assert comparison.sample_seconds(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
 
 
-def test_who_sleeps_longer_is_slower_beyond_doubt():
-    times = time_interleaved({"short": sleeping(0.004), "long": sleeping(0.006)}, seconds=2)
+@pytest.fixture
+def device(monkeypatch):
+    device = Device(noise=0.3)
+    monkeypatch.setattr(comparison, "time", device)
+    return device
+
+
+def test_what_takes_longer_is_slower_beyond_doubt(device):
+    times = time_interleaved({"short": device.call(0.004), "long": device.call(0.006)}, seconds=2)
     assert is_faster(times["short"], times["long"])
     assert not is_faster(times["long"], times["short"])
     assert times["short"].rounds == times["long"].rounds >= 8
-    assert 0.004 <= times["short"].median_s < times["long"].median_s
+    assert 0.004 <= times["short"].median_s < 0.006 <= times["long"].median_s
 
 
-def test_one_and_the_same_function_is_not_faster_than_itself():
-    run = sleeping(0.02)
+def test_one_and_the_same_function_is_not_faster_than_itself(device):
+    run = device.call(0.02)
     times = time_interleaved({"one": run, "other": run}, seconds=2)
-    assert abs(margin_of(times["one"], times["other"]).middle) < 0.3  # other processes may have the core meanwhile
+    assert abs(margin_of(times["one"], times["other"]).middle) < 0.1
+    assert not is_faster(times["one"], times["other"])
+    assert not is_faster(times["other"], times["one"])
 
 
 def test_a_margin_pairs_rounds_so_that_a_drift_of_both_drops_out():
@@ -82,8 +93,8 @@ def test_too_few_rounds_leave_doubt():
     assert not is_faster(Seconds((1.0,) * 5), Seconds((2.0,) * 5))
 
 
-def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts():
-    times = time_interleaved({"one": sleeping(0.03)}, seconds=0.01, at_least_rounds=9)
+def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts(device):
+    times = time_interleaved({"one": device.call(0.03)}, seconds=0.01, at_least_rounds=9)
     assert times["one"].rounds == 9
     assert times["one"].spread_s < 0.03
 

@@ -23,7 +23,7 @@ from scheduler.store.database import Database
 from scheduler.store.store import Store
 from search_spaces.rows.formulas import SOFTMAX
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,6 @@ from scheduler.search.jobs import Malformed, Task, parse, parse_backends
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offline_job.toml"
 ODD = {"tile_m": 16, "tile_n": 32, "tile_k": 16, "minor": "m"}
 JOB = """

@@ -19,7 +19,7 @@ from scheduler.model.pruning import prune
 from scheduler.store.store import shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 H200 = find("h200")

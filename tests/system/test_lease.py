@@ -20,7 +20,7 @@ from scheduler.store import lease
 from scheduler.store.lease import LeaseWatcher, leased, leased_if_free
 from scheduler.store.store import Store
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from search_spaces.rows.formulas import (
     SoftmaxProblem,
 )
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PROBLEM = DoubleProblem(n=8)
 XLA = frozenset({"xla"})

@@ -19,7 +19,7 @@ from harness import ROOT
 from job_on_gpus import job_of, limited, shares_of, tune
 from sharded_layers import cases, collectives
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 H200 = hardware.find("NVIDIA H200")
 

@@ -14,7 +14,6 @@ from search_spaces.matmul import MatmulProblem
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import no_search
 
-pytestmark = pytest.mark.one_jax
 ROOT = Path(__file__).parents[2]
 H200 = chips.find("NVIDIA H200")
 

@@ -12,8 +12,6 @@ from scheduler import NoCandidate
 from scheduler.cli.app import app
 from search_spaces.space import DeclarationError
 
-pytestmark = pytest.mark.one_jax
-
 RAISING = {
     "tile": ("tile=lambda x: (1, 1 // 0)", "the choice tile"),
     "rules": ("rules={'fits': lambda x, tile: 1 // 0}", "the rule 'fits'"),

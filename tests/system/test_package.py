@@ -16,7 +16,7 @@ import pytest
 import scheduler
 import tile_scheduler
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("scheduler", "search_spaces", "tile_scheduler")

@@ -29,7 +29,7 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PACED = Operation("paced", DoubleProblem, (Paced(), DoubleLibrary()))

@@ -25,7 +25,7 @@ from scheduler.search.task import Malformed, Task
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 class Noting(Rehearsal):

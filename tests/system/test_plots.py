@@ -34,7 +34,7 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.tiles import planar_snake
 from search_spaces.rows.formulas import SOFTMAX
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "sweeps").rglob("*.jsonl.gz"))

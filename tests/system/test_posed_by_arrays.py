@@ -13,8 +13,6 @@ from scheduler import tuned, tuned_flash_attention, tuned_matmul, tuned_rms_norm
 from scheduler.core.records import AllFailed, Entry, Environment, Failure, Key, Measurement, Record, Verdict
 from search_spaces.matmul import MATMUL
 
-pytestmark = pytest.mark.one_jax
-
 A, B = jnp.ones((8, 16)), jnp.ones((16, 8))
 SHAPE = jax.ShapeDtypeStruct((8, 16), "float32")
 BIAS = jnp.ones(8)

@@ -23,7 +23,7 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tile-scheduler[ray]'")
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 HOST = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}

@@ -38,8 +38,6 @@ from search_spaces import Operation, Phase, load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.operation import ROWS_ALONG
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 PROBLEM = DoubleProblem(n=8)
 PACED_NAME = f"{Path(__file__).parents[1] / 'paced.py'}:PACED"

@@ -26,8 +26,6 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 PROBLEM = DoubleProblem(n=8)
 KEY = key_of(PACED, PROBLEM, CPU)
 BUDGET = 12

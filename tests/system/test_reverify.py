@@ -23,7 +23,7 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PROBLEM = DoubleProblem(n=8)
 OLD = Environment("0.9.9", "0.9.9", "", "2025-01-01T00:00:00Z")

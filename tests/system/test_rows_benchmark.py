@@ -20,7 +20,7 @@ from rows_rivals import AS_WRITTEN, WRITTEN, WrittenProblem
 
 from scheduler.measure.runner import Task
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 H200 = hardware.find("NVIDIA H200")

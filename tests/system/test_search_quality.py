@@ -14,7 +14,7 @@ from scheduler.model.cost import Constants
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import search_quality
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ import vector_width
 from teaching_attention import AttentionBlocks, Errors, TeachingAttention
 from teaching_matmul import Blocks, TeachingMatmul
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SEEDS = Path(__file__).parents[2] / "examples" / "seeds"
 H200, A100 = hardware.find("NVIDIA H200"), hardware.find("A100")

@@ -24,7 +24,7 @@ from scheduler.search.task import Task as JobTask
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKERS = 2
 

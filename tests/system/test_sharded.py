@@ -73,7 +73,6 @@ def specs(draw, shapes, mesh):
     return found
 
 
-@pytest.mark.one_jax
 @given(st.data(), st.sampled_from(PROBLEMS), st.sampled_from(MESHES), st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_parts_times_devices_are_the_whole_and_no_axis_divides_two_letters(data, posed, mesh, with_results):
@@ -118,7 +117,6 @@ def test_parts_times_devices_are_the_whole_and_no_axis_divides_two_letters(data,
         assert lost == any(reason.startswith(f"operand {number} ") for reason in found.gathered)
 
 
-@pytest.mark.one_jax
 def test_a_divided_contraction_asks_for_the_product_alone_and_says_what_is_gathered():
     problem = MatmulProblem(64, 48, 32, bias="bfloat16", activation="gelu")
     found = divide(MATMUL.shard(problem), problem, {"x": 4, "y": 2}, [("x", "y"), ("y",), ("x",)])
@@ -132,7 +130,6 @@ def test_a_divided_contraction_asks_for_the_product_alone_and_says_what_is_gathe
     assert ragged.gathered == ("operand 0 along m, divided over x: 62 is no multiple of 4",)
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("wanted", "results", "scattered"),
     [
@@ -153,7 +150,6 @@ def test_a_sum_is_scattered_over_its_own_axes_alone(wanted, results, scattered):
     assert found.finished == MatmulProblem(64 // m, 48 // n, 8, residual="bfloat16")
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("spec", "message"),
     [(("x", None, "y"), "more axes"), (("z",), "names z"), (("x", "x"), "twice")],

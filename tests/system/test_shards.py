@@ -22,8 +22,6 @@ from scheduler.inspect import shards
 from scheduler.search import jobs
 from search_spaces import OPERATIONS, load
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 MATMUL = ("matmul", "m=8192", "n=28672", "k=8192")
 MESH = ("--mesh", "data=2,model=4")

@@ -16,7 +16,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.search import jobs
 from scheduler.store.store import Store
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PACED = f"{Path(__file__).parents[1] / 'paced.py'}:PACED"

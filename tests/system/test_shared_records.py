@@ -116,7 +116,6 @@ def keys(store):
 # What is read, and from where
 
 
-@pytest.mark.one_jax
 def test_a_file_with_another_digest_is_not_imported_and_both_digests_are_said(hosted, url, store):
     (file,) = hosted.glob("nvidia*/matmul.jsonl")
     digest, wrong = hashlib.sha256(file.read_bytes()).hexdigest(), "ab" * 32
@@ -133,7 +132,6 @@ def test_a_file_with_another_digest_is_not_imported_and_both_digests_are_said(ho
     assert digest in run("import", file.as_uri())[1]
 
 
-@pytest.mark.one_jax
 def test_an_index_imports_the_files_of_this_chip_alone_or_of_the_named_one(hosted, url, store):
     run("import", f"{url}/index.json")
     assert keys(store) == {HERE, dataclasses.replace(HERE, operation="softmax")}
@@ -146,7 +144,6 @@ def test_an_index_imports_the_files_of_this_chip_alone_or_of_the_named_one(hoste
     assert f"has no records of A100; --hardware selects one of its chips: {H200.id}, {CPU.id}" in err
 
 
-@pytest.mark.one_jax
 def test_an_index_says_of_each_file_what_is_in_it(hosted):
     index = json.loads((hosted / "index.json").read_text())
     assert (index["format"], index["package"]) == (1, scheduler.__version__)
@@ -163,7 +160,6 @@ def test_an_index_says_of_each_file_what_is_in_it(hosted):
     assert {file["hardware"] for file in index["files"]} == {CPU.id, H200.id}
 
 
-@pytest.mark.one_jax
 def test_a_file_that_was_changed_after_its_index_imports_nothing_of_the_others(hosted, url, store):
     (file,) = hosted.glob("cpu*/softmax.jsonl")
     file.write_text(file.read_text().replace('"tried": 60', '"tried": 61'))
@@ -176,7 +172,6 @@ def test_a_file_that_was_changed_after_its_index_imports_nothing_of_the_others(h
     assert len(keys(store)) == 2
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize("name", ["../m.jsonl", "/etc/m.jsonl", "https://other/m.jsonl", "a/../../m", "a//b", "", ".x"])
 def test_an_index_that_leads_out_of_its_directory_is_refused(name, hosted, store):
     index = json.loads((hosted / "index.json").read_text())
@@ -186,7 +181,6 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(name, hosted, store
     assert keys(store) == set()
 
 
-@pytest.mark.one_jax
 def test_an_index_that_gives_a_file_to_another_chip_is_refused(hosted, store):
     index = (hosted / "index.json").read_text()
     (hosted / "index.json").write_text(index.replace(H200.id, CPU.id))
@@ -194,7 +188,6 @@ def test_an_index_that_gives_a_file_to_another_chip_is_refused(hosted, store):
     assert keys(store) == set()
 
 
-@pytest.mark.one_jax
 def test_an_incomplete_download_imports_nothing(hosted, url, store, monkeypatch):
     two = hosted / "two.jsonl"
     two.write_text(text_files.export_text([record(HERE), record(KEY)]))
@@ -209,7 +202,6 @@ def test_an_incomplete_download_imports_nothing(hosted, url, store, monkeypatch)
     assert keys(store) == {HERE, KEY}
 
 
-@pytest.mark.one_jax
 def test_a_place_that_cannot_be_read_is_a_sentence(hosted, url):
     for place, complaint in [
         (f"{url}/nothing.jsonl", "the server answered HTTP 404"),
@@ -226,7 +218,6 @@ def test_a_place_that_cannot_be_read_is_a_sentence(hosted, url):
     assert "is not an index of records: format is missing" in run("import", f"{url}/index.json", status=1)[1]
 
 
-@pytest.mark.one_jax
 def test_a_redirect_does_not_lead_from_https_to_http_or_to_a_file():
     for start, to in [("https://a/x", "http://a/x"), ("http://a/x", "ftp://a/x"), ("https://a/x", "file:///etc/x")]:
         with pytest.raises(urllib.error.URLError, match="it redirects to"):
@@ -240,7 +231,6 @@ def test_a_redirect_does_not_lead_from_https_to_http_or_to_a_file():
 # What an imported record is worth
 
 
-@pytest.mark.one_jax
 def test_an_import_replaces_an_earlier_import_and_nothing_that_was_measured_here(hosted, store):
     own = dataclasses.replace(record(HERE), tried=5)
     store.put(own)
@@ -253,7 +243,6 @@ def test_an_import_replaces_an_earlier_import_and_nothing_that_was_measured_here
     assert store.get(KEY).imported.source == str(file)
 
 
-@pytest.mark.one_jax
 def test_what_shows_an_imported_record_says_that_it_is_not_verified(store):
     given = record(key_of(MATMUL, MatmulProblem(256, 256, 512), H200))
     store.put(dataclasses.replace(given, imported=MARK))
@@ -302,7 +291,6 @@ def imported_paced():
     )
 
 
-@pytest.mark.one_jax
 def test_a_search_measures_an_imported_schedule_first_and_stores_its_own_record(store):
     given, runner = imported_paced(), Told()
     store.put(given)
@@ -313,7 +301,6 @@ def test_a_search_measures_an_imported_schedule_first_and_stores_its_own_record(
     assert store.get(given.key) == made
 
 
-@pytest.mark.one_jax
 def test_verify_times_an_imported_record_that_no_call_may_use_yet():
     given = imported_paced()
     assert "paced" not in (reason := recheck(PACED, DoubleProblem(n=8), CPU, given))
@@ -324,7 +311,6 @@ def test_verify_times_an_imported_record_that_no_call_may_use_yet():
     assert recheck(PACED, DoubleProblem(n=8), CPU, verdict.refreshed) == verdict.refreshed.winner
 
 
-@pytest.mark.one_jax
 def test_an_imported_winner_with_wrong_results_here_is_not_in_the_record_that_verify_stores():
     class Wrong(Told):
         def confirm(self, task):
@@ -335,7 +321,6 @@ def test_an_imported_winner_with_wrong_results_here_is_not_in_the_record_that_ve
     assert WINNER not in [dict(entry.schedule) for entry in verdict.refreshed.entries]
 
 
-@pytest.mark.one_jax
 def test_an_interrupted_search_resumes_after_an_import(store, hosted):
     store.add_trial(HERE, trial(), ENVIRONMENT)
     run("import", hosted / "index.json")
@@ -345,7 +330,6 @@ def test_an_interrupted_search_resumes_after_an_import(store, hosted):
 
 
 @pytest.mark.slow
-@pytest.mark.one_jax
 def test_the_command_verify_stores_its_times_in_place_of_an_import(store):
     problem = MatmulProblem(32, 32, 32, "float32")
     choice = predict(MATMUL, problem, CPU, backends=frozenset({"interpret"}))
@@ -362,7 +346,6 @@ def test_the_command_verify_stores_its_times_in_place_of_an_import(store):
     assert "imported" not in run("explain", "matmul", *fields)[0]
 
 
-@pytest.mark.one_jax
 def test_a_call_prefers_verified_records_and_then_imported_ones_of_verified_kernels(store, monkeypatch):
     measured = next(
         one for one in shipped().records(operation="matmul", hardware=H200.id) if one.winner.backend == "mosaic_gpu"
@@ -387,7 +370,6 @@ def test_a_call_prefers_verified_records_and_then_imported_ones_of_verified_kern
     assert decided(problem).kernel.backend == "mosaic_gpu"
 
 
-@pytest.mark.one_jax
 def test_an_imported_estimate_has_the_last_precedence():
     estimate = record(measurement=Measurement(1e-4, (1e-4,), "static", "cold"))
     order = [record(), dataclasses.replace(record(), imported=MARK), estimate]
@@ -433,7 +415,6 @@ def faster(fields):
     measurement["samples_s"] = [measurement["median_s"]]
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -464,7 +445,6 @@ def test_a_record_that_should_not_be_shared_is_named_with_the_reason(change, rea
     assert "records should not be shared" in err
 
 
-@pytest.mark.one_jax
 def test_a_directory_is_checked_with_its_index(hosted):
     for file in hosted.glob("*/*.jsonl"):
         file.unlink()

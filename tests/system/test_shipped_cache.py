@@ -11,8 +11,6 @@ import pytest
 from scheduler.store import text_files
 from scheduler.store.store import shipped
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 
 FIND = """

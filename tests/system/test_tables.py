@@ -14,8 +14,6 @@ from scheduler.core.records import schedule_text
 from scheduler.store.store import shipped
 from search_spaces import format_problem, load
 
-pytestmark = pytest.mark.one_jax
-
 RECORDS = list(shipped().records())
 SMALL = ("m=32", "n=32", "k=32", "dtype=float32")
 LARGE = ("m=4096", "n=4096", "k=4096")

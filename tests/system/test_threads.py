@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.core.interrupts import Threads
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_results_come_as_they_end_and_as_many_run_at_once_as_there_are_threads():

@@ -21,7 +21,7 @@ from harness import Kept
 from tpu_compiler import ENDED, Asked, Compiler
 from tpu_problems import PROBLEMS
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 V5E = find("v5e")
 KERNEL = MATMUL.kernel("mosaic_tpu")

@@ -25,7 +25,7 @@ from search_spaces import Kernel, LibraryKernel, Operation, Space
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.matmul import MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 X = jnp.arange(8, dtype=jnp.float32)
 

@@ -22,7 +22,7 @@ from scheduler.store import misses
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = [pytest.mark.one_jax, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 H200 = find("h200").id
 A = jnp.ones((8, 8))
@@ -34,7 +34,7 @@ def _noting(_own_cache, monkeypatch):
     monkeypatch.setattr(misses, "_writer", misses._Writer())
     scheduler.reload()
     yield
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store
     tuned_matmul(A, A)
     tuned_matmul(A[:4], A)
     line = sys._getframe().f_lineno - 2
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
     out, _ = run("misses")
     assert "problem, and the calling line" in out
     assert "matmul m=8 n=8 k=8 dtype=float32" in out
@@ -176,7 +176,7 @@ def test_misses_of_an_operation_or_a_chip_are_chosen_by_their_names(store):
 def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store):
     for m in (8, 4):
         tuned_matmul(A[:m], A)
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
     store.misses.note([miss(product(24)), miss("{}", hardware=CPU.id), miss("{}", 3, CPU.id, "mine", "", "my.py:MINE")])
     out, err = run("tune", "--missed")
     assert "No call on" in out
@@ -193,7 +193,7 @@ def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store
     scheduler.reload()
     before = len(store.misses.all())
     tuned_matmul(A[:4], A, on_miss="error")  # now there is a record
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
     assert len(store.misses.all()) == before
 
 
@@ -211,7 +211,7 @@ def test_an_operation_of_ones_own_is_tuned_where_it_is_named(tmp_path, store):
     file.write_text(OWN)
     twice = scheduler.tuned(f"{file}:twice")
     twice(jnp.ones((16,)))
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
     (noted,) = store.misses.all()
     assert noted.place.endswith(":twice")
     (one,) = json.loads(run("misses", "--own", f"{file}:twice", "--json")[0])

@@ -18,8 +18,6 @@ from scheduler.store.store import Store
 from search_spaces import Operation, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 PROBLEM = DoubleProblem(n=8)
 SAFE = ("ok", "slow", "wrong", "unbuilt")
 

@@ -13,7 +13,7 @@ from scheduler import Plan, tune_function
 from scheduler.cli.app import app
 from scheduler.functions import ablation
 
-pytestmark = [pytest.mark.slow, pytest.mark.one_jax]
+pytestmark = pytest.mark.slow
 
 OWN = Path(__file__).with_name("test_tune_function.py")
 STEPS = f"""

@@ -16,8 +16,6 @@ from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.formulas import SOFTMAX
 
-pytestmark = pytest.mark.one_jax
-
 SMALL = {"m": 16, "n": 16, "k": 16, "dtype": "float32"}
 
 

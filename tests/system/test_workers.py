@@ -95,7 +95,6 @@ def test_the_hardware_of_a_runner_is_the_one_its_candidates_run_on(runner):
     assert runner.hardware == CPU
 
 
-@pytest.mark.one_jax
 def test_a_process_that_dies_costs_its_candidate_alone(pool):
     with ThreadPoolExecutor(2) as threads:
         outcomes = list(threads.map(pool.measure, [task("ok"), task("exit"), task("ok", tile=4), task("ok", tile=8)]))
@@ -103,7 +102,6 @@ def test_a_process_that_dies_costs_its_candidate_alone(pool):
     assert all(isinstance(outcome, Measurement) for outcome in (outcomes[0], *outcomes[2:]))
 
 
-@pytest.mark.one_jax
 def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
     for process in (pool._measuring, *started(pool)._compilers._processes):
         process._child.kill()
@@ -122,7 +120,6 @@ atexit.register(print, "and goodbye")
 """
 
 
-@pytest.mark.one_jax
 def test_what_a_worker_prints_as_it_starts_is_no_message_and_neither_after_it_was_replaced(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(NOISY)
     monkeypatch.syspath_prepend(tmp_path)
@@ -139,13 +136,11 @@ def test_workers_of_a_pool_change_the_problem_between_tasks(pool):
         assert isinstance(pool.measure(task("ok", problem=DoubleProblem(n=n))), Measurement)
 
 
-@pytest.mark.one_jax
 def test_a_gpu_without_free_memory_is_refused_with_what_to_do():
     with pytest.raises(WorkerError, match="XLA_PYTHON_CLIENT_PREALLOCATE"):
         Pool(Gpu(index="0", uuid="full", driver="0", free_bytes=GIB // 4))
 
 
-@pytest.mark.one_jax
 def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
     with pytest.raises(WorkerError) as caught:
         Pool(Gpu(index="no such GPU", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2))
@@ -154,7 +149,6 @@ def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.one_jax
 def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
     def workers():
         processes = (Path("/proc") / name for name in os.listdir("/proc") if name.isdecimal())
@@ -173,7 +167,6 @@ def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
     assert all(gone(pid) for pid in started)
 
 
-@pytest.mark.one_jax
 def test_closing_a_pool_ends_what_is_under_way():
     with (
         Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as pool,
@@ -190,7 +183,6 @@ def test_closing_a_pool_ends_what_is_under_way():
         assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.one_jax
 def test_a_pool_that_is_closed_while_its_processes_start_ends_them():
     with ThreadPoolExecutor(1) as one:
         pool = Pool(Gpu(index="", uuid="starting", driver="", free_bytes=GIB), RunnerOptions(workers=1))
@@ -202,7 +194,6 @@ def test_a_pool_that_is_closed_while_its_processes_start_ends_them():
         assert not pool._compilers.pids
 
 
-@pytest.mark.one_jax
 def test_limits_adapt_to_what_was_seen_unless_they_are_told():
     adapting, candidate = Timeouts(RunnerOptions(), CPU), task("ok")
     limit_s = adapting.for_task(dataclasses.replace(candidate, repetitions=5))
@@ -244,7 +235,6 @@ print(pool._measuring.pid, *pool._compilers.pids, flush=True)
 """
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(("then", "status"), [("time.sleep(100)", -signal.SIGKILL), ("sys.exit(3)", 3)])
 def test_no_worker_outlives_its_parent(then, status):
     command = [sys.executable, "-c", ORPHANS.format(then=then)]
@@ -270,7 +260,6 @@ def look():
 """
 
 
-@pytest.mark.one_jax
 def test_workers_run_until_exit_handlers_stop_them_because_other_threads_may_still_use_them():
     # A handler that is registered after the pool's runs before it.
     command = [sys.executable, "-c", ORPHANS.format(then=STILL_RUNNING)]
@@ -278,7 +267,6 @@ def test_workers_run_until_exit_handlers_stop_them_because_other_threads_may_sti
     assert (ended.stdout.split()[3:], ended.stderr) == (["False"] * 3, "")
 
 
-@pytest.mark.one_jax
 def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_the_models_answer(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100, 81920\n")
@@ -299,7 +287,6 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     assert len(warned) == 1
 
 
-@pytest.mark.one_jax
 def test_there_are_as_many_compile_processes_as_cores_that_the_process_may_use_but_one():
     count = "from scheduler.measure.pool import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool._compilers.count)"
     command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", count]
@@ -308,13 +295,11 @@ def test_there_are_as_many_compile_processes_as_cores_that_the_process_may_use_b
     assert ran.stdout.strip() == "1"
 
 
-@pytest.mark.one_jax
 def test_no_gpu_is_seen_where_none_is_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Gpu.query() is None
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(("count", "there"), [(0, "none is visible"), (1, "1 is visible"), (2, "2 are visible")])
 def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there, monkeypatch):
     def query(device=0):
@@ -407,7 +392,6 @@ def test_without_a_compile_process_the_measuring_process_compiles_and_a_warning_
     assert len(warned) == 1
 
 
-@pytest.mark.one_jax
 def test_a_pool_is_closed_while_compile_processes_start(monkeypatch):
     begin, started = WorkerProcess.begin, threading.Event()
 
@@ -425,7 +409,6 @@ def test_a_pool_is_closed_while_compile_processes_start(monkeypatch):
     assert all(process.pid is None or gone(process.pid) for process in processes)
 
 
-@pytest.mark.one_jax
 def test_a_candidate_that_hangs_while_it_is_traced_keeps_the_device_free_for_others():
     gpu = Gpu(index="", uuid="free", driver="", free_bytes=4 * GIB)
     with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=600)) as pool, ThreadPoolExecutor(1) as one:

@@ -22,8 +22,6 @@ from scheduler.search import jobs
 from scheduler.store import sources
 from search_spaces.matmul import MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 COMMANDS = [
     "tune --replay FILE",
     "tune --job FILE",

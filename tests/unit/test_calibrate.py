@@ -31,8 +31,6 @@ from scheduler.store.store import Store
 from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[2]
 H200, H100 = find("NVIDIA H200"), find("NVIDIA H100 80GB HBM3")
 KERNEL = MATMUL.kernel("mosaic_gpu")

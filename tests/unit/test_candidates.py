@@ -10,8 +10,6 @@ from scheduler.search.candidates import collect
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 
-pytestmark = pytest.mark.one_jax
-
 H200 = find("h200")
 
 

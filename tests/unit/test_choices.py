@@ -18,8 +18,6 @@ from scheduler.inspect.explain import explain
 from scheduler.store.store import Store
 from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 
-pytestmark = pytest.mark.one_jax
-
 X = jnp.arange(16.0)
 # The values of one choice, in ways that differ.
 VALUES = [

@@ -23,8 +23,6 @@ from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
 OVERLAPPED = (

@@ -16,8 +16,6 @@ from scheduler.model.cost import BY_ARCHITECTURE, CostModel
 from search_spaces import Footprint, Operand, Phase, load
 from search_spaces.matmul.problem import MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 V5E, H200 = find("v5e"), find("h200")
 
 

@@ -10,8 +10,6 @@ from scheduler.inspect.explain import Access, explain
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
-pytestmark = pytest.mark.one_jax
-
 PROBLEM = MatmulProblem(64, 48, 100, "float32")
 TODAY = MATMUL.kernel("interpret").version
 TIME = Measurement(1e-3, (1e-3,), "wall", "warm")

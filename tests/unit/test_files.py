@@ -10,8 +10,6 @@ from scheduler.core.files import replace_text
 from scheduler.store import text_files
 from scheduler.store.store import shipped
 
-pytestmark = pytest.mark.one_jax
-
 
 def test_what_is_written_takes_the_place_of_what_was_there(tmp_path):
     path, link = tmp_path / "a.txt", tmp_path / "link"

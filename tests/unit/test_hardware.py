@@ -23,8 +23,6 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.ragged_dot import RAGGED_DOT, RaggedDotProblem
 from search_spaces.target import Target
 
-pytestmark = pytest.mark.one_jax
-
 EVERY = (*TABLE, CPU)
 GPUS = [row for row in TABLE if row.platform == "cuda"]
 

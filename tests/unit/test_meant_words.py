@@ -20,8 +20,6 @@ from search_spaces.problem import NAMES, canonical, dtype_name
 from search_spaces.scaled_matmul.problem import ScaledMatmulProblem
 from search_spaces.space import meant
 
-pytestmark = pytest.mark.one_jax
-
 A = jnp.ones((4, 4))
 
 

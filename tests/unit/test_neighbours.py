@@ -24,8 +24,6 @@ from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.formulas import SOFTMAX, SoftmaxProblem
 
-pytestmark = pytest.mark.one_jax
-
 PALLAS = frozenset({"mosaic_gpu"})
 H100 = find("H100")
 TODAY = MATMUL.kernel("mosaic_gpu").version

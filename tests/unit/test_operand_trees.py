@@ -12,8 +12,6 @@ from jax.experimental import pallas as pl
 import scheduler
 from search_spaces.autotuned.arguments import operand_of, operand_text
 
-pytestmark = pytest.mark.one_jax
-
 X = jnp.arange(32.0).reshape(8, 4)
 PARAMS = {"w": jnp.arange(4.0), "rest": (jnp.ones(4), {"scale": 2 * jnp.ones(4)})}
 WHOLE = "{rest:(float32[4],{scale:float32[4]}),w:float32[4]}"

@@ -14,8 +14,6 @@ from scheduler.search.probes import MOST_PROBES, corrected, measure, probes
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 H100, H200 = find("H100"), find("H200")
 SLOWER = 1.1
 

@@ -7,8 +7,6 @@ from scheduler.measure import protocol
 from scheduler.measure.protocol import decode, encode
 from search_spaces.target import Target
 
-pytestmark = pytest.mark.one_jax
-
 MESSAGES = [
     protocol.Init("GPU-1", "cuda"),
     protocol.Ready(Target("cuda", "NVIDIA H200", "sm_90", 132)),

@@ -16,8 +16,6 @@ from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
-pytestmark = pytest.mark.one_jax
-
 H200 = find("NVIDIA H200")
 SMALL = MatmulProblem(m=256, n=192, k=320, dtype="float32")
 

@@ -11,8 +11,6 @@ import pytest
 from scheduler.core.records import TIE, Failure, Measurement
 from scheduler.search.final_comparison import Contender, median_interval, race
 
-pytestmark = pytest.mark.one_jax
-
 REPETITIONS = 10
 LIBRARY = Contender("xla {}", library=True, onchip_bytes=0)
 SMALL = Contender('ours {"tile": 64}', library=False, onchip_bytes=64)

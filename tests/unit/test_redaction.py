@@ -12,8 +12,6 @@ from scheduler.core.text import encodable, one_line, printable, redacted, shown_
 from scheduler.inspect import doctor
 from scheduler.store.store import Store
 
-pytestmark = pytest.mark.one_jax
-
 SECRET = "hunter2x"
 URLS = [
     f"postgresql://u:{SECRET}@h:5432/db",

@@ -24,8 +24,6 @@ from scheduler.store.store import shipped
 from search_spaces import load
 from search_spaces.matmul import MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 SHIPPED = list(shipped().records())
 MEASURED = [one for one in SHIPPED if not one.estimated]
 

@@ -25,8 +25,6 @@ from scheduler.prediction.predict import LOSS_PER_GAIN, Choice, Prospect, predic
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 KERNEL = MATMUL.kernel("mosaic_gpu")
 SEEN = tuple(ProblemPoint(MatmulProblem(m, 4096, 4096), 20e-6) for m in (64, 128, 256))
 

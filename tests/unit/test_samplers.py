@@ -34,8 +34,6 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-pytestmark = pytest.mark.one_jax
-
 RECORDING = Path(__file__).parents[2] / "sweeps" / "nvidia-h200" / "matmul-m512-n512-k512.jsonl.gz"
 PROBLEM = MatmulProblem(512, 512, 512)
 # GP needs PyTorch, of which the tests install nothing.

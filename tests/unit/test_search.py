@@ -25,8 +25,6 @@ from scheduler.search.search import Search
 from search_spaces import Space
 from search_spaces.matmul import MATMUL
 
-pytestmark = pytest.mark.one_jax
-
 H200 = find("NVIDIA H200")
 SWEEPS = Path(__file__).parents[2] / "sweeps" / "nvidia-h200"
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from search_spaces.space import Columns, Space
 
-pytestmark = pytest.mark.one_jax
-
 
 @dataclasses.dataclass(frozen=True)
 class Tile:

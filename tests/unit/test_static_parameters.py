@@ -9,8 +9,6 @@ import pytest
 
 from search_spaces.autotuned.arguments import static_to_text, value_of
 
-pytestmark = pytest.mark.one_jax
-
 
 class Side(enum.Enum):
     LEFT = 1

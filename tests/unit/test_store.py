@@ -24,8 +24,6 @@ from scheduler.store.database import file_system
 from scheduler.store.schema import MIGRATIONS
 from scheduler.store.store import Store, build_shipped, default_url
 
-pytestmark = pytest.mark.one_jax
-
 
 @pytest.fixture
 def memory():

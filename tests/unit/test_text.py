@@ -14,8 +14,6 @@ from scheduler.core.errors import StoreError
 from scheduler.core.records import Calibration, Failure, Key, Verdict
 from scheduler.store import text_files
 
-pytestmark = pytest.mark.one_jax
-
 
 @given(strategies.records)
 def test_any_record_survives_its_text(record):

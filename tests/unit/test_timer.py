@@ -11,8 +11,6 @@ from scheduler.core.records import Measurement
 from scheduler.measure import timer
 from search_spaces import jax_compat
 
-pytestmark = pytest.mark.one_jax
-
 
 @pytest.fixture
 def taking(monkeypatch):

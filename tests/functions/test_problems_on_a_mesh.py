@@ -280,11 +280,11 @@ def test_it_is_what_the_compiled_function_asks_for_and_asks_nothing_itself(on_mi
     scheduler.reload()
     args = X, array(3, 64, 256, over=(None, None, "model")), array(3, 256, 64, over=(None, "model"))
     found = {row.problem.canonical() for row in scheduler.problems(lambda *args: layers(*args, on_miss=on_miss), *args)}
-    assert misses.flush_misses(30)
+    assert misses.flush_misses(600)
     with contextlib.closing(Store(default_url())) as store:
         assert (store.misses.all(), list(store.records())) == ([], [])
         jax.jit(lambda *args: layers(*args)).lower(*args).compile()
-        assert misses.flush_misses(30)
+        assert misses.flush_misses(600)
         assert {miss.key.problem for miss in store.misses.all()} == found
 
 
