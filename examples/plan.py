@@ -36,7 +36,7 @@ def main() -> None:
     expected = step(params, x)
 
     print("1. Tune what the step calls, and keep what makes the whole step faster. (On a CPU that is XLA.)")
-    plan = scheduler.tune_function(step, params, x, minutes=0.3, budget=4)
+    plan = scheduler.tune_function(step, params, x, minutes=0.1, budget=4)
     print(plan)
 
     with tempfile.TemporaryDirectory() as directory:

@@ -73,7 +73,7 @@ class RunningTime:
 
 
 def _threads(pid: int) -> dict[str, tuple[bool, int, int]]:
-    """Returns for each thread of a process whether it is runnable, and the nanoseconds that it ran and waited so far."""
+    """Returns for each thread of a process whether it is runnable, and the nanoseconds that it ran and waited."""
     found = {}
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended

@@ -361,7 +361,8 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
 
 
 def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):
-    text = CALL + "from scheduler.store import misses\nassert misses.flush_misses(600)\nprint(os.getpid(), flush=True)\n"
+    text = CALL + "from scheduler.store import misses\nassert misses.flush_misses(600)\n"
+    text += "print(os.getpid(), flush=True)\n"
     process = started(script(tmp_path, text + "time.sleep(600)\n"), 1, 2)
     pid = int(process.stdout.readline())
     os.kill(pid, signal.SIGKILL)

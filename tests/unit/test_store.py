@@ -210,7 +210,7 @@ def writers(url, processes, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "postgres"])
-def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, request):
+def test_four_processes_that_make_a_cache_together_lose_nothing(kind, path, request):
     url = path if kind == "file" else request.getfixturevalue("postgres")
     if kind == "postgres":
         import psycopg
@@ -218,11 +218,11 @@ def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, req
         with psycopg.connect(url) as connection:
             connection.execute("DROP SCHEMA public CASCADE")
             connection.execute("CREATE SCHEMA public")
-    with writers(url, 8, 15) as processes:
+    with writers(url, 4, 30) as processes:
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
-        assert [process.stdout.read() for process in processes] == ["done\n"] * 8
+        assert [process.stdout.read() for process in processes] == ["done\n"] * 4
     with contextlib.closing(Store(url)) as store:
         assert len(list(store.records())) == 120
         assert len(store.trials(values.KEY)) == 120
