@@ -1,4 +1,4 @@
-"""Every operation on this JAX: random problems beside float64, and kernels of shipped records, lowered and interpreted."""
+"""Every operation on this JAX: random problems beside float64; kernels of shipped records are lowered and interpreted."""
 
 import math
 from pathlib import Path
