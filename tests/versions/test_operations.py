@@ -1,4 +1,4 @@
-"""Every operation on this JAX: random problems beside float64; kernels of shipped records are lowered and interpreted."""
+"""Every operation on this JAX: random problems beside float64; shipped kernels are lowered, and interpreted ones run."""
 
 import math
 from pathlib import Path
