@@ -1,4 +1,4 @@
-"""Every operation on this JAX: random problems beside float64; shipped kernels are lowered, and interpreted ones run."""
+"""Every operation on this JAX: random problems beside float64; shipped kernels are lowered, others interpreted."""
 
 import math
 from pathlib import Path
