@@ -42,7 +42,7 @@ def all_right(pool):
         with ThreadPoolExecutor(pool.slots) as threads:
             outcomes = list(threads.map(pool.measure, tasks))
         failed = [
-            (task.schedule, outcome)
+            (task.operation.name, str(task.problem), task.schedule, outcome)
             for task, outcome in zip(tasks, outcomes, strict=True)
             if not isinstance(outcome, Measurement)
         ]

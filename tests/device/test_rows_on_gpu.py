@@ -100,12 +100,15 @@ PROBLEMS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "problem"), PROBLEMS, ids=lambda x: str(x))
-def test_sampled_schedules_agree_with_the_reference(pool, all_right, name, problem):
-    operation = load(name)
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in PROBLEMS))
+def test_sampled_schedules_agree_with_the_reference(pool, all_right, name):
+    operation, tasks = load(name), []
     kernel = operation.kernel("mosaic_gpu")
-    candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
-    if (reason := kernel.supports(problem, pool.hardware.target)) or not candidates:
-        pytest.skip(reason or "sums over rows too long for registers")
-    sample = candidates[:4] + random.Random(0).sample(candidates, min(16, len(candidates)))
-    all_right([Task(operation, problem, c.backend, c.schedule, 3) for c in sample])
+    for problem in (problem for of, problem in PROBLEMS if of == name):
+        if kernel.supports(problem, pool.hardware.target) is None:
+            # Sums over rows too long for registers have no candidates.
+            candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
+            sample = candidates[:4] + random.Random(0).sample(candidates, min(16, len(candidates)))
+            tasks += [Task(operation, problem, c.backend, c.schedule, 3) for c in sample]
+    assert tasks
+    all_right(tasks)
