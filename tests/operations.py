@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import own_clock
 
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Problem, Space, Target
 
@@ -247,18 +248,14 @@ def _serves(process: Path) -> bool:
         return False
 
 
-_passed_s = 0.0
-
-
 def _pass(seconds: float) -> None:
-    """Lets `seconds` pass on the clock of this worker, which counts no time of other processes."""
-    global _passed_s
+    """Takes so long by the clock of a worker; other processes sleep."""
     if not _serves(Path("/proc/self")):
         time.sleep(seconds)
         return
-    _passed_s += seconds
-    if time.perf_counter is _perf_counter:
-        time.perf_counter = lambda: time.process_time() + _passed_s
+    global _precise
+    own_clock.pause(seconds)
+    _precise = time.perf_counter = own_clock.perf_counter
 
 
 def _sleep_forever() -> None:
@@ -277,7 +274,7 @@ def _lose_the_device() -> None:
 
 def _blunt_the_clock() -> None:
     """For a moment the clock ticks every 100 ms only: what is faster takes no time at all."""
-    called, precise = _perf_counter(), _perf_counter
+    called, precise = _precise(), _precise
 
     def blunt() -> float:
         now = precise()
@@ -286,7 +283,7 @@ def _blunt_the_clock() -> None:
     time.perf_counter = blunt
 
 
-_perf_counter = time.perf_counter
+_precise = time.perf_counter
 
 
 def _overwrite_equals(x: np.ndarray) -> None:
