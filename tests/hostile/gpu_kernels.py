@@ -11,14 +11,13 @@ import formulas
 import hopper
 import jax
 import numpy as np
-import pytest
 from attack import Tried, seeded
 from random_problems import _differs
 
 from scheduler.model.pruning import illegal
 from search_spaces import load
 from search_spaces.attention.problem import AttentionProblem
-from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.jax_compat import gpu_interpreter
 from search_spaces.problem import Problem, as_tuple
 
 OPERATIONS = ("matmul", "softmax", "rms_norm", "add_rms_norm", "silu_and_mul", "flash_attention")
@@ -49,8 +48,6 @@ def an_attention(draw: random.Random) -> Problem:
 
 
 def tries(seed: int, count: int) -> Tried:
-    if not HAS_GPU_INTERPRETER:
-        pytest.skip("JAX interprets GPU kernels from 0.11 on")
     tried = Tried()
     for number, draw in seeded(seed, count):
         problem = draw.choice((a_matmul, rows, rows, an_attention))(draw)
