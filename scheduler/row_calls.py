@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from scheduler.api import tune, tuned
 from scheduler.dispatch import calls
 from scheduler.tuned_calls import SHARED, Selection, public, selected
+from search_spaces.bindings import bindings_of
 from search_spaces.rows.calls import RowFunction, inner_of
 from search_spaces.rows.channels import GROUP_NORM
 from search_spaces.rows.formulas import (
@@ -373,6 +375,7 @@ def rows(
     if function is None:
         return functools.partial(rows, scalars=scalars, axis=axis)
     row, axis = _row_function(function, scalars), operator.index(axis)
+    bindings = bindings_of(function)
     signature = inspect.signature(function)
     last, along = tuned(ROWS), tuned(ROWS_ALONG)
 
@@ -381,6 +384,9 @@ def rows(
 
     def bound(given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arrays of a call, and its static arguments as an option of the operation."""
+        nonlocal row
+        if (now := bindings.generation()) != row.generation:
+            row = dataclasses.replace(row, generation=now)
         found = signature.bind(*given, **named)
         found.apply_defaults()
         arrays = [_required_array(function, name, found.arguments[name]) for name in row.names]

@@ -187,6 +187,17 @@ class Problem(abc.ABC):
         the reference is NaN or infinite, a correct result is, too.
         """
 
+    def reference_text(self) -> str:
+        """Returns what a process that has only `canonical` needs to compute the reference (`use_reference`).
+
+        Default: "", nothing.
+        """
+        return ""
+
+    def use_reference(self, text: str) -> None:
+        """Makes this process compute the reference from a `reference_text` of another process."""
+        raise NotImplementedError(f"{type(self).__name__} has no reference_text")
+
     @property
     @abc.abstractmethod
     def flops(self) -> float:

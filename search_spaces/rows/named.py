@@ -17,6 +17,7 @@ from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.problem import RowProblem, TangentProblem
 from search_spaces.rows.program import Operand, Program
 from search_spaces.rows.reader import trace
+from search_spaces.rows.written import mapped
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -69,7 +70,7 @@ class Formula:
         """Returns the program of a problem, or its derivative, by `part`."""
         fields = vars(problem)
         dtypes = [fields.get(of.dtype, of.dtype) or problem.dtype for of in self.operands.values()]
-        given = dict(params) | ({"result_dtype": fields["result_dtype"]} if self.result_dtype else {})
+        given = dict(params) | problem._fixed()
         return self._traced(part, problem.columns, tuple(dtypes), tuple(given.items()))
 
 
@@ -108,6 +109,26 @@ class FormulaProblem(RowProblem):
             return super().derivative(**params)
         found: Derivative = self.formula.of("derivative", self, params)
         return found
+
+    def reference(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the formula itself; of a part of its derivative, the program."""
+        if self.part != "forward":
+            return self.by_xla(*args, **params)
+        function = functools.partial(self.formula.function, **params, **self._fixed())
+        kinds = [of.kind for of in self.formula.operands.values()]
+        return mapped(
+            function,
+            kinds,
+            (1, 0),
+            [
+                x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in args
+            ],
+        )
+
+    def _fixed(self) -> dict[str, Any]:
+        """Returns the parameters of the formula that are fields of the problem."""
+        return {"result_dtype": vars(self)["result_dtype"]} if self.formula.result_dtype else {}
 
     @property
     def program(self) -> Program:

@@ -71,7 +71,7 @@ class XlaRows(LibraryKernel[P], Generic[P]):
     def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
         if schedule.program == "plain" and self.plain is not None:
             return self.plain(*args, **params)
-        results = as_tuple(problem.reference(*args, **params))
+        results = as_tuple(problem.by_xla(*args, **params))
         return problem.pack([x.astype(s.dtype) for x, s in zip(results, problem.results(), strict=True)])
 
 

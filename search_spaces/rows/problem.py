@@ -21,6 +21,7 @@ from search_spaces.front_end import in_front
 from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
 from search_spaces.rows.derivative import Derivative, as_function, differentiate
 from search_spaces.rows.program import Operand, Program, evaluate, parse
+from search_spaces.rows.written import Exported, Written, exported, remember, written
 from search_spaces.sharding import Sharding
 
 # XLA keeps rows on chip if the program has one row operand, one result, and at most so many columns. On an H200, RMS
@@ -81,8 +82,12 @@ class RowProblem(Problem):
         """
         return _derivative(self.program_of(**params))
 
-    def reference(self, *args: jax.Array, **params: Any) -> Any:
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the program by XLA, in float32 or wider."""
         return self.pack(evaluate(self.program_of(**params), *args, rounded=False, axis=self.axis))
+
+    def reference(self, *args: jax.Array, **params: Any) -> Any:
+        return self.by_xla(*args, **params)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Returns standard normal operands, but for elements per row: labels are columns, other numbers at least 1/2.
@@ -247,6 +252,22 @@ class ProgramProblem(RowProblem):
     def program(self) -> Program:
         return _parsed(self.text)
 
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the function of which the program was derived, or the program if that function is not known."""
+        function = written(self.text)
+        return super().by_xla(*args, **params) if function is None else self.pack(function.over_rows(self, *args))
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        function = written(self.text)
+        return super().at_rows(rows) if function is None or function.segments == 1 else None
+
+    def reference_text(self) -> str:
+        function = written(self.text)
+        return exported(function, self) if isinstance(function, Written) else ""
+
+    def use_reference(self, text: str) -> None:
+        remember(self.text, Exported(text))
+
     @classmethod
     def parse(cls, texts: Mapping[str, str]) -> Any:
         if "text" not in texts:
@@ -351,7 +372,7 @@ class TangentProblem(RowProblem):
         tangents = tuple(dataclasses.replace(x, kind=_TANGENT.get(x.kind, x.kind)) for x in results)
         return (*operands[: -self.cotangents], *tangents), operands[-self.cotangents :]
 
-    def reference(self, *args: jax.Array, **params: Any) -> Any:
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
         program = self.program_of(**params)
         count = len(program.results)
         saved, tangents = args[:-count], args[-count:]

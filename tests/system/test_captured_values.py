@@ -15,7 +15,8 @@ import scheduler
 from scheduler.dispatch import calls
 from search_spaces import DeclarationError
 from search_spaces.autotuned import names
-from search_spaces.autotuned.names import Bindings, captured
+from search_spaces.autotuned.names import captured
+from search_spaces.bindings import Bindings
 
 X = jnp.arange(16.0)
 
