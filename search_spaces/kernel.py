@@ -16,6 +16,9 @@ from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Column, Columns, DeclarationError, Space, of_each, one_truth_value, round_up
 from search_spaces.target import Target
 
+# From 0.11 on, JAX keeps the trace of a Pallas kernel function, with the values of the globals that it read. It traces
+# again for another problem or schedule: each is the value of this context while a kernel is traced.
+_traced_for: Any = jax.make_user_context(None)
 # Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1
 
@@ -106,8 +109,9 @@ class Kernel(abc.ABC, Generic[P, S]):
         """
 
     def results(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Returns the results of `run`, always as a tuple."""
-        return as_tuple(self.run(problem, schedule, target, *args, **params))
+        """Returns the results of `run`, always as a tuple, traced under the settings of this package."""
+        with _traced_for((problem, schedule)):
+            return as_tuple(self.run(problem, schedule, target, *args, **params))
 
 
 def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
