@@ -16,7 +16,7 @@ from jax.extend import core
 from search_spaces.bindings import tracing
 from search_spaces.fingerprint import digest, opened_jaxpr
 from search_spaces.front_end import lead, require_array, unsupported_reason, weakly_typed
-from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.operation import NO_PARAMS, BoundCall, Params, Unsupported
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.keys import is_key, key_of, words_of
@@ -132,9 +132,9 @@ class RowFunction:
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def given(self, statics: Sequence[tuple[str, Any, type]]) -> Callable[..., Any]:
+    def given(self, statics: Params) -> Callable[..., Any]:
         """Returns the function of arrays alone."""
-        run = functools.partial(self.function, **{name: value for name, value, _ in statics})
+        run = functools.partial(self.function, **dict(statics))
         return functools.partial(self._with_keys, run)
 
     def _with_keys(self, run: Callable[..., Any], *arrays: Any) -> Any:
@@ -177,13 +177,12 @@ def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def bind_program(
-    type_of_problem: type[P], *arrays: Any, function: RowFunction, statics: Any = (), axis: int = -1
+    type_of_problem: type[P], *arrays: Any, function: RowFunction, statics: Params = NO_PARAMS, axis: int = -1
 ) -> BoundCall[P] | Unsupported:
     """Binds a call of a function of one row.
 
     Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
-    one element per row, as random keys have. All rows share the others. Each of `statics` is a name, a hashable value,
-    and its type.
+    one element per row, as random keys have. All rows share the others.
 
     Args:
       type_of_problem: `ProgramAlongProblem` if `inner_of` the first array is more than 1, else `ProgramProblem`.
@@ -194,8 +193,7 @@ def bind_program(
     before, after = _around(jnp.shape(arrays[0]), axis)
     leading = before + after
     kinds = [_kind(name, x, axis, arrays[0], function) for name, x in zip(function.names, arrays, strict=False)]
-    named = tuple(statics)
-    answer = functools.partial(mapped, function.given(named), kinds, (len(before), len(after)), arrays)
+    answer = functools.partial(mapped, function.given(statics), kinds, (len(before), len(after)), arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
     if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
@@ -213,7 +211,7 @@ def bind_program(
         for x, k in zip(arrays, kinds, strict=True)
     ]
     structs = [jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(arrays, rows, strict=True)]
-    jaxpr, captured, returned = _traced(function.given(named), structs)
+    jaxpr, captured, returned = _traced(function.given(statics), structs)
     if (
         reason := unsupported_reason({f"value {i} that {function.name} captures": x for i, x in enumerate(captured)})
     ) or any(x.ndim > 1 for x in captured):
@@ -223,7 +221,7 @@ def bind_program(
     kinds += ["shared" if x.ndim else "number" for x in captured]
     rows += [x.shape for x in captured]
     x64 = bool(jax.config.read("jax_enable_x64"))
-    origin = Origin(function, named, tuple(kinds), x64, digest(jaxpr), jaxpr)
+    origin = Origin(function, statics, tuple(kinds), x64, digest(jaxpr), jaxpr)
     found = _program(origin)
     if isinstance(found, str):
         return Unsupported(found, answer)
@@ -303,7 +301,7 @@ class Origin:
     """
 
     function: RowFunction
-    statics: tuple[Any, ...]
+    statics: Params
     kinds: tuple[str, ...]
     x64: bool
     digest: str

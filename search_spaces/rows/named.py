@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.operation import Params
 from search_spaces.problem import Tolerance
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.problem import RowProblem, TangentProblem
@@ -54,7 +55,7 @@ class Formula:
     result_dtype: bool = False
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (formulas live as long as the process)
-    def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: tuple[Any, ...]) -> Any:
+    def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: Params) -> Any:
         found = [Operand(of.kind, dtype, of.parts) for of, dtype in zip(self.operands.values(), dtypes, strict=True)]
         shapes = [
             jax.ShapeDtypeStruct((x.parts * columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
@@ -71,7 +72,7 @@ class Formula:
         fields = vars(problem)
         dtypes = [fields.get(of.dtype, of.dtype) or problem.dtype for of in self.operands.values()]
         given = dict(params) | problem._fixed()
-        return self._traced(part, problem.columns, tuple(dtypes), tuple(given.items()))
+        return self._traced(part, problem.columns, tuple(dtypes), Params(given.items()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ class RowProblem(Problem):
         Raises:
           NoProgram: there is none.
         """
-        return _derivative(self.program_of(**params))
+        return _derivative(self.program_of(**params).text())
 
     def by_xla(self, *args: jax.Array, **params: Any) -> Any:
         """Computes the program by XLA, in float32 or wider."""
@@ -209,9 +209,9 @@ def _infinite_first(x: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _derivative(program: Program) -> Derivative:
+def _derivative(text: str) -> Derivative:
     with jax.enable_x64(False):
-        return differentiate(*as_function(program))
+        return differentiate(*as_function(_parsed(text)))
 
 
 # ------------------------------------------------------------------------------
