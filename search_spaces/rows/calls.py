@@ -17,6 +17,7 @@ from search_spaces.bindings import tracing
 from search_spaces.fingerprint import digest, opened_jaxpr
 from search_spaces.front_end import lead, require_array, unsupported_reason, weakly_typed
 from search_spaces.operation import NO_PARAMS, BoundCall, Params, Unsupported
+from search_spaces.partitioning_compat import empty_mesh
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.keys import is_key, key_of, words_of
@@ -271,18 +272,19 @@ def _traced(run: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> 
 
     Captured values are the last arguments of the jaxpr.
     """
-    closed, returned = jax.make_jaxpr(run, return_shape=True)(*shapes)
-    consts = getattr(closed, "consts", ())
-    captured = tuple(x for x in consts if isinstance(x, jax.core.Tracer))
+    with empty_mesh():  # equations keep the mesh of their trace
+        closed, returned = jax.make_jaxpr(run, return_shape=True)(*shapes)
+        consts = getattr(closed, "consts", ())
+        captured = tuple(x for x in consts if isinstance(x, jax.core.Tracer))
 
-    def of_all(*args: Any) -> list[Any]:
-        rest = iter(args[len(shapes) :])
-        held = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in consts]
-        results: list[Any] = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, held))(*args[: len(shapes)])
-        return results
+        def of_all(*args: Any) -> list[Any]:
+            rest = iter(args[len(shapes) :])
+            held = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in consts]
+            results: list[Any] = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, held))(*args[: len(shapes)])
+            return results
 
-    if captured:
-        closed = jax.make_jaxpr(of_all)(*shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured))
+        if captured:
+            closed = jax.make_jaxpr(of_all)(*shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured))
     return closed, captured, returned
 
 
