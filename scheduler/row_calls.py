@@ -396,8 +396,8 @@ def rows(
             statics = {name: x for name, x in found.arguments.items() if name not in row.names}
         else:  # as above, in a tenth of the time
             statics = defaults
-        arrays = [_required_array(function, name, x) for name, x in zip(row.names, given, strict=True)]
-        return arrays, {"function": row, "statics": _hashable(function, statics), "axis": axis}
+        arrays = [_required_array(row.name, name, x) for name, x in zip(row.names, given, strict=True)]
+        return arrays, {"function": row, "statics": _hashable(row.name, statics), "axis": axis}
 
     @functools.wraps(function)
     def call(*given: Any, on_miss: Any = None, backends: Any = None, schedule: Any = None, **named: Any) -> Any:
@@ -437,14 +437,14 @@ def _row_function(function: Callable[..., Any], scalars: tuple[str, ...]) -> Row
     return RowFunction(function, names, listed)
 
 
-def _required_array(function: Callable[..., Any], name: str, x: Any) -> Any:
+def _required_array(function: str, name: str, x: Any) -> Any:
     """Returns `x` if it is an array or a number; raises a TypeError otherwise."""
     if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
         return x
-    raise TypeError(f"{name} of {function.__name__} must be an array, not {type(x).__name__}")
+    raise TypeError(f"{name} of {function} must be an array, not {type(x).__name__}")
 
 
-def _hashable(function: Callable[..., Any], statics: Mapping[str, Any]) -> Params:
+def _hashable(function: str, statics: Mapping[str, Any]) -> Params:
     """Returns static arguments; raises a TypeError for arrays."""
     for name, x in statics.items():
         try:
@@ -452,9 +452,9 @@ def _hashable(function: Callable[..., Any], statics: Mapping[str, Any]) -> Param
         except TypeError:
             kind = type(x).__name__
             raise TypeError(
-                f"{name} of {function.__name__} is keyword-only, and so part of the compiled program: {kind} is not "
+                f"{name} of {function} is keyword-only, and so part of the compiled program: {kind} is not "
                 f"hashable; pass an array by position"
             ) from None
         if isinstance(x, jax.Array):
-            raise TypeError(f"{name} of {function.__name__} is a traced array: pass an array by position")
+            raise TypeError(f"{name} of {function} is a traced array: pass an array by position")
     return Params(sorted(statics.items()))

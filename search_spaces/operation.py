@@ -27,6 +27,9 @@ class Params(tuple[tuple[str, Any], ...]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Params) and exact(tuple(self)) == exact(tuple(other))
 
+    def __ne__(self, other: object) -> bool:  # that of a tuple is its own
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(exact(tuple(self)))
 
