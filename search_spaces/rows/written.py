@@ -105,7 +105,7 @@ class Written:
         run = core.jaxpr_as_fun(self.jaxpr) if rounded else functools.partial(wide, self.jaxpr)
         found = mapped(run, self.kinds, (1, len(inner)), own)
         return tuple(
-            x.sum(0).astype(s.dtype) if of.kind == "row sum" else x.reshape(-1, *s.shape[1:])
+            x.sum(0) if of.kind == "row sum" else x.reshape(-1, *s.shape[1:])
             for x, s, of in zip(found, p.results(), p.arrays[1], strict=True)
         )
 
