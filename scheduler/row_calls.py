@@ -358,7 +358,10 @@ def rows(
     ``f.problem(*arrays, **statics)`` returns the problem of a call, and raises a ValueError with the reason if no
     kernel computes it. ``f.tune(*arrays, **statics, budget=64)`` searches for its schedule. ``f.operation`` is "rows",
     or "rows_along" for an `axis` other than -1.
-    Schedules are stored by the equations of the function, so a change of the function needs no version.
+    Schedules are stored by the equations of the function, so a change of the function needs no version. A search
+    verifies kernels against the function itself. The function may capture traced values, which all rows share. The next
+    call notices a global or closure that was bound anew; the next trace, or a call after `scheduler.reload()`, a change
+    in place.
 
     Args:
       function: takes arrays without the leading axes as positional parameters.

@@ -191,7 +191,7 @@ def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], 
         request = decode(line)
         assert isinstance(request, Request)
         if request.reference:
-            load(request.operation).problem.from_canonical(request.problem).use_reference(request.reference)
+            load(request.operation).problem.from_canonical(request.problem, request.reference)
         return service.answer(request)
 
     for line in requests:

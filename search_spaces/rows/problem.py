@@ -18,11 +18,14 @@ import numpy.typing as npt
 
 from search_spaces import checking
 from search_spaces.front_end import in_front
-from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
+from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes, scaled
 from search_spaces.rows.derivative import Derivative, as_function, differentiate
 from search_spaces.rows.program import Operand, Program, evaluate, parse
 from search_spaces.rows.written import Exported, Written, exported, remember, written
 from search_spaces.sharding import Sharding
+
+# Special operands of row functions: rows times 2^100, whose sums fit float32 and whose squares do not.
+HUGE, HUGE_EXPONENT = "huge", 100
 
 # XLA keeps rows on chip if the program has one row operand, one result, and at most so many columns. On an H200, RMS
 # norms and softmaxes of 16384 columns take one pass; those of 24577 and of 32000 take several.
@@ -208,6 +211,11 @@ def _infinite_first(x: jax.Array) -> jax.Array:
     return jnp.roll(x, -jnp.argmax(~jnp.isfinite(x.astype(jnp.float32)).all(axis=tuple(range(1, x.ndim)))), axis=0)
 
 
+def _holds_huge(dtype: Any, of: Operand) -> bool:
+    floating = of.kind == "row" and jnp.issubdtype(dtype, jnp.floating)
+    return floating and float(jnp.finfo(dtype).max) > 2.0 ** (HUGE_EXPONENT + 20)
+
+
 @functools.lru_cache(maxsize=1024)
 def _derivative(text: str) -> Derivative:
     with jax.enable_x64(False):
@@ -261,9 +269,21 @@ class ProgramProblem(RowProblem):
         function = written(self.text)
         return super().at_rows(rows) if function is None or function.segments == 1 else None
 
+    def special(self) -> tuple[str, ...]:
+        """Returns also `HUGE`, if the function is known: its squares overflow, and those of the program must, too."""
+        return super().special() if written(self.text) is None else (*super().special(), HUGE)
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        if kind != HUGE:
+            return super().special_inputs(kind, seed)
+        arrays = zip(self.inputs(seed), self.arrays[0], strict=True)
+        return tuple(scaled(x, 2.0**HUGE_EXPONENT) if _holds_huge(x.dtype, of) else x for x, of in arrays)
+
     def reference_text(self) -> str:
         function = written(self.text)
-        return exported(function, self) if isinstance(function, Written) else ""
+        if isinstance(function, Written):
+            return exported(function, self)
+        return "" if function is None else function.text
 
     def use_reference(self, text: str) -> None:
         remember(self.text, Exported(text))

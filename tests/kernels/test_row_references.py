@@ -86,14 +86,33 @@ def test_references_of_named_operations_are_their_formulas():
             assert mismatches(problem, program, reference, problem.special_tolerance(kind)) is None, (operation, kind)
 
 
-def test_a_search_accepts_no_kernel_of_another_function(monkeypatch):
+def overflowing_norm(x):
+    most = jnp.max(jnp.abs(x))
+    return most * jnp.sqrt(jnp.sum(jnp.square(x)) / (most * most))
+
+
+def wrapping(x):
+    return (x.astype(jnp.int32) * 2).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "other", "x"),
+    [
+        (lambda x: x * x * x, lambda x: 1.01 * x * x * x, X),
+        (safe_norm, overflowing_norm, X),
+        (lambda x: 0.0 * x, jnp.zeros_like, X),
+        (lambda x: (x + x).astype(jnp.float32), wrapping, jnp.zeros((8, 32), jnp.int8)),
+    ],
+    ids=["numbers", "overflow", "NaN", "integers"],
+)
+def test_a_search_accepts_no_kernel_of_another_function(function, other, x, monkeypatch):
     honest = calls.trace
-    monkeypatch.setattr(calls, "trace", lambda run, *how: honest(lambda *args: [1.01 * x for x in run(*args)], *how))
-    cubed = scheduler.rows(lambda x: x * x * x)
-    with pytest.warns(RuntimeWarning, match=r"schedules of interpret failed: verify: .* elements are off"):
-        record = scheduler.tune(cubed, X, budget=3)
+    monkeypatch.setattr(calls, "trace", lambda run, *how: honest(other, *how))
+    row = scheduler.rows(function)
+    with pytest.warns(RuntimeWarning, match=r"of interpret failed: verify: .* elements are off"):
+        record = scheduler.tune(row, x, budget=3)
     assert {entry.backend for entry in record.entries} == {"xla"}
-    np.testing.assert_allclose(cubed(X), X**3, rtol=1e-6)  # by XLA, which computes the function
+    np.testing.assert_allclose(row(x), jax.vmap(function)(x), rtol=1e-6)  # by XLA, which computes the function
 
 
 def test_a_worker_has_the_reference_of_the_process_that_asks(monkeypatch):
