@@ -213,10 +213,11 @@ def bind_program(
     ]
     structs = [jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(arrays, rows, strict=True)]
     jaxpr, captured, returned = _traced(function.given(statics), structs)
-    if (
-        reason := unsupported_reason({f"value {i} that {function.name} captures": x for i, x in enumerate(captured)})
-    ) or any(x.ndim > 1 for x in captured):
-        return Unsupported(reason or f"{function.name} captures traced arrays of several axes", answer)
+    reason = unsupported_reason({f"value {i} that {function.name} captures": x for i, x in enumerate(captured)})
+    if any(x.ndim > 1 or is_key(x) for x in captured):
+        reason = reason or f"{function.name} captures a traced key, or a traced array of several axes"
+    if reason is not None:
+        return Unsupported(reason, answer)
     # Captured values are arrays that all rows share.
     arrays += tuple(lax.convert_element_type(x, x.dtype) for x in captured)
     kinds += ["shared" if x.ndim else "number" for x in captured]
@@ -315,9 +316,13 @@ class Origin:
         arrays = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in opened_jaxpr(self.jaxpr).invars]
         return core.jaxpr_as_fun(self.jaxpr), arrays, list(self.kinds)
 
+    @property
+    def written(self) -> Written:
+        return Written(self.jaxpr, self.kinds)
+
     def over_rows(self, p: RowProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the function by XLA, for operands and results as in the problem of its program."""
-        return Written(self.jaxpr, self.kinds).over_rows(p, *arrays, rounded=True)
+        return self.written.over_rows(p, *arrays, rounded=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -117,15 +117,11 @@ class FormulaProblem(RowProblem):
             return self.by_xla(*args, **params)
         function = functools.partial(self.formula.function, **params, **self._fixed())
         kinds = [of.kind for of in self.formula.operands.values()]
-        return mapped(
-            function,
-            kinds,
-            (1, 0),
-            [
-                x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in args
-            ],
-        )
+        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
+        wide = [
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)) if f else x for x, f in zip(args, floats, strict=True)
+        ]
+        return mapped(function, kinds, (1, 0), wide)
 
     def _fixed(self) -> dict[str, Any]:
         """Returns the parameters of the formula that are fields of the problem."""

@@ -262,7 +262,8 @@ class ProgramProblem(RowProblem):
 
     def by_xla(self, *args: jax.Array, **params: Any) -> Any:
         """Computes the function of which the program was derived, or the program if that function is not known."""
-        function = written(self.text)
+        origin = params.get("origin")
+        function = written(self.text) if origin is None else origin.written
         return super().by_xla(*args, **params) if function is None else self.pack(function.over_rows(self, *args))
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
