@@ -31,6 +31,11 @@ def drop_traces() -> None:
     _epoch += 1
 
 
+def epoch() -> int:
+    """Returns how often `drop_traces` was called."""
+    return _epoch
+
+
 class Bindings:
     """The globals and closures that functions read by name, also through functions of the same package.
 

@@ -12,13 +12,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 import numpy as np
 
+from search_spaces.bindings import epoch
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Column, Columns, DeclarationError, Space, of_each, one_truth_value, round_up
 from search_spaces.target import Target
 
 # From 0.11 on, JAX keeps the trace of a Pallas kernel function, with the values of the globals that it read. It traces
-# again for another value of this context: the problem, and the schedule as text, which tells 0.0 from -0.0.
+# again for another value of this context: the problem; the schedule as text, which tells 0.0 from -0.0; and the number
+# of reloads.
 _traced_for: Any = jax.make_user_context(None)
 # Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1
@@ -116,7 +118,7 @@ class Kernel(abc.ABC, Generic[P, S]):
         compilers of kernels refuse others. The library is XLA's program of the caller, and keeps that setting.
         """
         precision = contextlib.nullcontext() if self.library else jax.default_matmul_precision(None)
-        with _traced_for((problem, repr(schedule))), precision:
+        with _traced_for((problem, repr(schedule), epoch())), precision:
             return as_tuple(self.run(problem, schedule, target, *args, **params))
 
 
