@@ -28,7 +28,7 @@ from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, load, run_by, stop_script_import
-from search_spaces.autotuned.names import drop_traces
+from search_spaces.bindings import drop_traces
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.problem import Problem
 from search_spaces.space import unknown

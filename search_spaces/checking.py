@@ -161,8 +161,22 @@ def _not_here(*args: Any) -> Any:
 def _compile(lowered: Any) -> Any:
     elsewhere = _ELSEWHERE.get()
     devices: list[Any] = list(elsewhere.device_set) if elsewhere is not None else jax.devices()
-    options = {"xla_gpu_autotune_level": 0} if devices[0].platform in ("gpu", "cuda") else None
+    # A reference keeps each rounding: by default XLA drops a conversion to a narrower dtype and back.
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if devices[0].platform in ("gpu", "cuda"):
+        options["xla_gpu_autotune_level"] = 0
     return lowered.compile(compiler_options=options)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """Converts an operand of a reference to float32; of 8-bit floats by a table, which XLA sees as no conversion.
+
+    XLA may multiply operands that it sees to be converted from float8 in float8 (jax 0.11.2, H200, k of 65,536).
+    """
+    if x.dtype.itemsize > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    table = np.arange(256, dtype=np.uint8).view(x.dtype).astype(np.float32)
+    return jnp.asarray(table)[lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)]
 
 
 # ------------------------------------------------------------------------------

@@ -55,8 +55,11 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
-# Fields of equations, and of their parameters, that only give an origin or a derivative rule.
-_SOURCE = frozenset({"name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record"})
+# Fields of equations, and of their parameters, that only give an origin or a derivative rule, or, as "generation"
+# (`Bindings`), differ between processes.
+_SOURCE = frozenset(
+    {"name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record", "generation"}
+)
 _DERIVATIVE = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp", "fwd", "out_trees"})
 _UNSEEN = _SOURCE | _DERIVATIVE
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")

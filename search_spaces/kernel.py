@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
@@ -11,11 +12,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 import numpy as np
 
+from search_spaces.bindings import epoch
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Column, Columns, DeclarationError, Space, of_each, one_truth_value, round_up
 from search_spaces.target import Target
 
+# From 0.11 on, JAX keeps the trace of a Pallas kernel function, with the values of the globals that it read. It traces
+# again for another value of this context: the problem; the schedule as text, which tells 0.0 from -0.0; and the number
+# of reloads.
+_traced_for: Any = jax.make_user_context(None)
 # Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1
 
@@ -106,8 +112,14 @@ class Kernel(abc.ABC, Generic[P, S]):
         """
 
     def results(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """Returns the results of `run`, always as a tuple."""
-        return as_tuple(self.run(problem, schedule, target, *args, **params))
+        """Returns the results of `run`, always as a tuple.
+
+        A kernel is traced without `jax.default_matmul_precision`: its products have the precision that it declares, and
+        compilers of kernels refuse others. The library is XLA's program of the caller, and keeps that setting.
+        """
+        precision = contextlib.nullcontext() if self.library else jax.default_matmul_precision(None)
+        with _traced_for((problem, repr(schedule), epoch())), precision:
+            return as_tuple(self.run(problem, schedule, target, *args, **params))
 
 
 def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,14 +10,31 @@ from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
 
+from search_spaces.exact import exact
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.sharding import Sharding
 from search_spaces.space import meant, unknown
 
 P = TypeVar("P", bound=Problem)
-# Names and values that a kernel takes besides arrays, and that change no schedule.
-Params = tuple[tuple[str, Any], ...]
+
+
+class Params(tuple[tuple[str, Any], ...]):
+    """Names and values that a kernel takes besides arrays, and that change no schedule; compared by `exact`."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Params) and exact(tuple(self)) == exact(tuple(other))
+
+    def __ne__(self, other: object) -> bool:  # that of a tuple is its own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(exact(tuple(self)))
+
+
+NO_PARAMS = Params()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +52,7 @@ class BoundCall(Generic[P]):
     problem: P
     operands: tuple[Any, ...]
     restore: Callable[..., Any] | None = None
-    params: Params = ()
+    params: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

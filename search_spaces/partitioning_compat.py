@@ -190,7 +190,7 @@ def _answer(operands: Any, given: Any, result: Any, wanted: Any, call: DividedCa
     shapes = [x.dimensions() for x in (*operands, *results)]
     mesh, specs = _as_specs([*given, *wanted], [len(shape) for shape in shapes])
     # The user's mesh context does not affect one device.
-    with _empty_mesh(), call.within():
+    with empty_mesh(), call.within():
         parts = call.divide(dict(mesh.shape), specs[: len(operands)], specs[len(operands) :])
         of_operands, of_results = (
             [NamedSharding(mesh, partition_spec(spec))._to_xla_hlo_sharding(len(spec)) for spec in arrays]
@@ -220,7 +220,8 @@ def _shapes(result: Any) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def _empty_mesh() -> Iterator[None]:
+def empty_mesh() -> Iterator[None]:
+    """Context without the caller's mesh: equations traced in it run on one device, or on any mesh."""
     with mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh):
         yield
 

@@ -187,6 +187,17 @@ class Problem(abc.ABC):
         the reference is NaN or infinite, a correct result is, too.
         """
 
+    def reference_text(self) -> str:
+        """Returns what a process that has only `canonical` needs to compute the reference (`use_reference`).
+
+        Default: "", nothing.
+        """
+        return ""
+
+    def use_reference(self, text: str) -> None:
+        """Makes this process compute the reference from a `reference_text` of another process, which is not empty."""
+        raise NotImplementedError(f"{type(self).__name__} has no reference_text")
+
     @property
     @abc.abstractmethod
     def flops(self) -> float:
@@ -332,8 +343,8 @@ class Problem(abc.ABC):
         return json.dumps(self.non_default_fields(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_canonical(cls: type[P], text: str) -> P:
-        """The inverse of `canonical`.
+    def from_canonical(cls: type[P], text: str, reference: str = "") -> P:
+        """The inverse of `canonical`; the problem has the `reference_text` that another process gave.
 
         Raises:
           ValueError: `text` is no problem of this type.
@@ -345,7 +356,10 @@ class Problem(abc.ABC):
             raise ValueError("JSON nested too deeply to be a problem") from None
         if texts is None:
             raise ValueError(f"a problem is a JSON object, not {text!r}")
-        return cls.parse(texts)
+        problem = cls.parse(texts)
+        if reference:
+            problem.use_reference(reference)
+        return problem
 
     @classmethod
     def parse(cls: type[P], texts: Mapping[str, str]) -> P:

@@ -294,3 +294,21 @@ def test_products_of_an_optimized_function_are_xlas_on_a_mesh_and_kernels_inside
     (decided,) = local.decisions
     assert decided.kept == "tuned"
     assert [each.problem.m for each in decided.replaced] == [8]
+
+
+@pytest.mark.parametrize("backends", [None, "interpret"])
+def test_gradients_of_a_row_function_on_an_explicit_mesh(backends):
+    def function(x, w):
+        return jnp.where(jnp.arange(16) < 3, jax.nn.softmax(x) * w, jax.nn.relu(x))
+
+    def loss(f):
+        return lambda x, w: (f(x, w) ** 2).sum()
+
+    over_rows, x, w = jax.vmap(function, (0, None)), jnp.arange(128.0).reshape(8, 16) % 7, jnp.arange(16.0)
+    tuned = functools.partial(scheduler.rows(function), backends=backends)
+    wanted = jax.grad(loss(over_rows), (0, 1))(x, w)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        divided = jax.device_put(x, P("x"))
+        for found in (jax.jit(jax.grad(loss(tuned), (0, 1)))(divided, w), jax.grad(loss(tuned), (0, 1))(divided, w)):
+            for one, other in zip(found, wanted, strict=True):
+                close(one, other)

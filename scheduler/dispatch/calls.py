@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ from scheduler.dispatch import dispatch, planned, sharded
 from scheduler.dispatch.primitive import library, tuned_call
 from search_spaces import jax_compat, partitioning_compat
 from search_spaces.configuration import formulas
+from search_spaces.exact import exact
 from search_spaces.front_end import EXPLICIT_AXES, allow_explicit_axes
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, Operation, Params, Unsupported
 from search_spaces.problem import as_tuple
 from search_spaces.space import unknown
 
@@ -69,7 +69,7 @@ def answer(called: Signature, options: tuple[Any, ...], *arrays: Any) -> Any:
         if isinstance(x, tracer):
             return _function(called, options)(*arrays)
     try:
-        compiled = _compiled[called, options, target.value, in_plan.value]
+        compiled = _compiled[called, exact(options), target.value, in_plan.value]
     except (KeyError, TypeError):  # TypeError: unhashable arguments, such as a list or a dict
         compiled = None
     try:
@@ -95,11 +95,8 @@ def forget(operation: Operation[Any] | None = None) -> None:
 
 
 def _first_answer(called: Signature, options: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-    """Runs a call with a newly jitted function, which is dropped if the call fails.
-
-    A rejected value may equal a valid one as a cache key: 8.0 columns are rejected, and 8 columns are valid.
-    """
-    key = called, options, target.value, in_plan.value
+    """Runs a call with a newly jitted function, which is dropped if the call fails."""
+    key = called, exact(options), target.value, in_plan.value
     compiled = None
     with contextlib.suppress(KeyError, TypeError):  # arguments that are still unhashable are rejected below
         compiled = _compiled[key]
@@ -138,7 +135,7 @@ def number(name: str, value: Any) -> float:
     """
     try:
         if not isinstance(value, str | bytes | bytearray):
-            return _nan_singleton(float(value))
+            return float(value)
     except OverflowError:
         raise ValueError(f"{name} is an integer too large for a float: give a float") from None
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
@@ -200,26 +197,18 @@ def _frozen(value: Any) -> Any:
         return frozenset(value)
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else _nan_singleton(value)
-
-
-def _nan_singleton(value: Any) -> Any:
-    """Returns `value`, or the single object `math.nan` for a NaN.
-
-    A NaN does not equal itself, so a dict finds it as a key only by identity.
-    """
-    return math.nan if isinstance(value, float | np.floating) and value != value else value
+    return tuple(map(_frozen, value)) if type(value) in (list, tuple) else value
 
 
 def _call_tuned(operation: Operation[Any], options: dispatch.Options, bound: BoundCall[Any]) -> Any:
     _require_hashable(operation, bound.params)
     with formulas():
-        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
+        result = tuned_call(operation, bound.problem, *bound.operands, params=Params(bound.params), options=options)
         return result if bound.restore is None else bound.restore(*as_tuple(result))
 
 
 def _call_library(operation: Operation[Any], bound: BoundCall[Any]) -> Any:
-    params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
+    params = Params(named for named in bound.params if named[0] not in operation.vjp_params)
     with formulas():
         results = library(operation, bound.problem, params, *bound.operands)
         return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)

@@ -22,7 +22,7 @@ from search_spaces import jax_compat, lowering_compat
 from search_spaces.configuration import formulas
 from search_spaces.front_end import Shape, SplitAxes, split_axes
 from search_spaces.kernel import Library
-from search_spaces.operation import Operation, Params
+from search_spaces.operation import NO_PARAMS, Operation, Params
 from search_spaces.problem import Problem, as_tuple
 from search_spaces.target import Target
 
@@ -33,7 +33,9 @@ tuned_call_p.multiple_results = True
 ANY_TARGET = Target(platform="any", kind="any", architecture="any", cores=1)
 
 
-def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options) -> Any:
+def tuned_call(
+    operation: Operation[Any], problem: Problem, *args: Any, params: Params = NO_PARAMS, options: Options
+) -> Any:
     """Runs `operation` on arrays with the shapes of `problem.operands()`, with the schedule that `options` select.
 
     An axis with a letter in `Operation.shard` may be split into several axes (`unfolded`). All arrays with this letter
@@ -60,7 +62,7 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
 
 
 def _of_kernels(operation: Operation[Any], params: Params) -> Params:
-    return tuple(named for named in params if named[0] not in operation.vjp_params)
+    return Params(named for named in params if named[0] not in operation.vjp_params)
 
 
 def _bind(operation: Operation[Any], problem: Problem, params: Params, options: Options, /, *args: Any) -> Any:
@@ -296,7 +298,7 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
             limits = other, operation, options.backends, options.excluded
             allowed, excluded = backends_of_another(*limits), excluded_backends(*limits)
             own = dataclasses.replace(options, schedule=None, backends=allowed, excluded=excluded)
-            return tuned_call(other, called_problem, *arrays, params=tuple(others_params.items()), options=own)
+            return tuned_call(other, called_problem, *arrays, params=Params(others_params.items()), options=own)
         called_problem, *arrays = args
         own = options if called_problem == problem else dataclasses.replace(options, schedule=None)
         return _bind(operation, called_problem, params, own, *arrays)

@@ -125,7 +125,7 @@ class Agent:
         relay = Relay(order, say)
         try:
             operation = _loaded(order)
-            problem = operation.problem.from_canonical(order.problem)
+            problem = operation.problem.from_canonical(order.problem, order.reference)
             backends = frozenset(order.backends) or None
             first, brief = order.first, order.brief
             task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
@@ -257,7 +257,7 @@ class CompileAgent:
         operation = load(request.operation)
         task = MeasureTask(
             operation,
-            operation.problem.from_canonical(request.problem),
+            operation.problem.from_canonical(request.problem, request.reference),
             request.backend,
             request.schedule,
             request.repetitions,

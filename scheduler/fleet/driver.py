@@ -58,6 +58,7 @@ def order(task: Task, options: SearchOptions, hardware: Hardware, environment: E
         first=task.first,
         brief=task.brief,
         sampler=options.sampler,
+        reference=task.problem.reference_text(),
     )
 
 

@@ -22,7 +22,7 @@ class Order:
 
     Attributes:
       operation: the name under which an agent can `load` it.
-      problem: `Problem.canonical()`.
+      problem, reference: `Problem.canonical()` and `Problem.reference_text()`.
       budget, seconds, seed, l2, sampler: as in `tuner.tune`.
       backends: the kernels to try besides the library; empty selects all.
       versions: the kernel versions of the driver, by backend.
@@ -44,6 +44,7 @@ class Order:
     first: tuple[Point, ...] = ()
     brief: bool = False
     sampler: str = MODEL
+    reference: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

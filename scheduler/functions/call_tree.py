@@ -14,6 +14,7 @@ import numpy as np
 
 from scheduler.functions import module_libraries
 from search_spaces import lowering_compat
+from search_spaces.exact import exact
 
 # ------------------------------------------------------------------------------
 # Finds modules that a function holds in its closure, defaults and globals instead of taking them as arguments.
@@ -424,11 +425,9 @@ def _counted(numbers: Sequence[int], length: int) -> list[int]:
 
 
 def static_key(x: Any, *, by_identity: bool) -> Hashable:
-    """Returns a key that is equal for constants of the same program. 1, 1.0 and True differ, as do 0.0 and -0.0."""
+    """Returns a key that is equal for constants of the same program (`exact`)."""
     if isinstance(x, Static):
         return Static, static_key(x.value, by_identity=by_identity)
-    if isinstance(x, float | complex):
-        return type(x), repr(x)
     try:
         hash(x)
     except TypeError:
@@ -438,4 +437,4 @@ def static_key(x: Any, *, by_identity: bool) -> Hashable:
             f"an argument has a {type(x).__qualname__}, which is no array and therefore a constant of the program; a "
             f"constant must be hashable: {x!r:.100}"
         ) from None
-    return type(x), x
+    return exact(x)

@@ -190,6 +190,8 @@ def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], 
     def answer(line: str) -> Answer:
         request = decode(line)
         assert isinstance(request, Request)
+        if request.reference:
+            load(request.operation).problem.from_canonical(request.problem, request.reference)
         return service.answer(request)
 
     for line in requests:

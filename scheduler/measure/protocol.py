@@ -87,6 +87,7 @@ class Request:
     Attributes:
       others: other problems that are being searched; the process keeps its state for these problems and drops all
         other.
+      reference: `Problem.reference_text`.
       programs: files of compiled programs: the candidate's own; to confirm it, also those in `Answer.programs`.
       part: the part to prepare (`buffers.prepare`).
     """
@@ -102,6 +103,7 @@ class Request:
     raising: bool
     others: tuple[ReservedProblem, ...] = ()
     fingerprint: str = ""
+    reference: str = ""
     programs: Programs | None = None
     part: int = 0
 

@@ -338,6 +338,7 @@ def request_for(
         raising=task.raising,
         others=others,
         fingerprint=task.fingerprint,
+        reference=task.problem.reference_text(),
         programs=programs,
     )
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from scheduler.core import fingerprints
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Point, Schedule, Trial, Versioned, point_of, versioned
+from scheduler.core.text import warn_safely
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
@@ -140,6 +141,52 @@ def identified(task: Task, target: Target) -> Task:
 def reference(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
     """Returns the fingerprint of the reference, or "" for a recording."""
     return "" if isinstance(runner, Recorded) else fingerprints.of_reference(operation, problem)
+
+
+class EqualPrograms:
+    """The candidates of a search that are the same program: schedules of a kernel without a version number.
+
+    Args:
+      of: the candidates, with all fields in their schedules.
+      fingerprint: of a candidate; "" for a kernel with a version number.
+      known: candidates that have a trial.
+    """
+
+    def __init__(
+        self, of: Sequence[Candidate], fingerprint: Callable[[Candidate], str], known: Iterable[int] = ()
+    ) -> None:
+        self._of, self._fingerprint = of, fingerprint
+        self._program: dict[int, str] = {}
+        self._same: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+        for index in known:
+            self(index)
+
+    def __call__(self, index: int) -> Sequence[int]:
+        """Returns the candidates seen so far that are the program of this one, which it counts as seen; in order."""
+        if index not in self._program:
+            found = self._fingerprint(self._of[index])
+            if not found or found.startswith("raises"):  # each has a message of its own
+                found = str(index)
+            self._program[index] = found
+            self._same[self._of[index].backend, found].append(index)
+        return self._same[self._of[index].backend, self._program[index]]
+
+    def warn_of_unused(self, name: str) -> None:
+        """Warns of each choice that gave one program for all of its values, whatever the others were."""
+        for backend in dict.fromkeys(self._of[index].backend for index in self._program):
+            seen = {i: self._of[i].schedule for i in self._program if self._of[i].backend == backend}
+            for choice in dict.fromkeys(field for schedule in seen.values() for field in schedule):
+                values = {repr(c.schedule.get(choice)) for c in self._of if c.backend == backend}
+                of_others: dict[str, dict[str, str]] = collections.defaultdict(dict)
+                for i, schedule in seen.items():
+                    others = repr(sorted((field, x) for field, x in schedule.items() if field != choice))
+                    of_others[others][repr(schedule.get(choice))] = self._program[i]
+                one_program = all(len(set(found.values())) == 1 for found in of_others.values())
+                if len(values) > 1 and one_program and any(found.keys() == values for found in of_others.values()):
+                    warn_safely(
+                        f"the {backend} kernel of {name} is the same program for all values of {choice} "
+                        f"({', '.join(sorted(values))}): use {choice} in the kernel, or declare no such choice"
+                    )
 
 
 def _point(candidate: Candidate) -> Point:

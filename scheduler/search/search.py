@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import optuna
@@ -31,6 +31,8 @@ class Search:
       patience: stop after this many trials in a row without an improvement, if none is expected of the next; None never
         stops for this reason.
       sampler: proposes candidates; None uses `ModelSampler`.
+      same: returns the candidates asked so far that are the program of this one, including this one, in order. Only the
+        first is returned by `ask` and counts in the budget; the others get its time.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Search:
         known: Mapping[int, float | None] | None = None,
         patience: int | None = None,
         sampler: BaseSampler | None = None,
+        same: Callable[[int], Sequence[int]] = lambda index: (index,),
     ) -> None:
+        self._same = same
         self._count, self._budget, self._patience = len(candidates), budget, patience
         self._floors = np.array([c.floor_s for c in candidates], dtype=np.float64)
         if outside := [index for index in first if not 0 <= index < self._count]:
@@ -117,6 +121,13 @@ class Search:
 
     def ask(self) -> int | None:
         """Returns the index of the candidate to measure next, or None if the search has ended (see `reason`)."""
+        while (index := self._next()) is not None and (first := self._same(index)[0]) != index:
+            self._budget += 1
+            if first in self._seconds:
+                self._end(index, self._seconds[first])
+        return index
+
+    def _next(self) -> int | None:
         if self.reason:
             return None
         self._update_free()
@@ -141,6 +152,10 @@ class Search:
             raise ValueError(f"candidate {index} is not being measured: ask for it first, and tell it once")
         if seconds is not None and not 0 < seconds < float("inf"):
             raise ValueError(f"candidate {index} took {seconds} s: a time is positive and finite, a failure is None")
+        for each in self._same(index):
+            self._end(each, seconds)
+
+    def _end(self, index: int, seconds: float | None) -> None:
         trial = self._running.pop(index)
         self._seconds[index] = seconds
         if seconds is None:

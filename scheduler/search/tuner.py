@@ -48,6 +48,7 @@ from scheduler.search.baseline import (
 )
 from scheduler.search.candidates import (
     Candidates,
+    EqualPrograms,
     Recorded,
     collect,
     fingerprint,
@@ -377,14 +378,10 @@ class _Tuning:
         budget = max(self.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
         whole = [candidate.whole() for candidate in candidates]
+        equal = EqualPrograms(whole, self.fingerprint, trials)
+        patience, sampler = PATIENCE if budget <= BUDGET else MORE_PATIENCE, sampler_of(self.sampler, seed)
         search = Search(
-            whole,
-            budget=budget,
-            seed=seed,
-            first=first,
-            known=known,
-            patience=PATIENCE if budget <= BUDGET else MORE_PATIENCE,
-            sampler=sampler_of(self.sampler, seed),
+            whole, budget=budget, seed=seed, first=first, known=known, patience=patience, sampler=sampler, same=equal
         )
         started = time.perf_counter()
         total = min(budget, len(candidates))
@@ -415,6 +412,7 @@ class _Tuning:
                 if latest is not None and progress is not None:
                     progress(latest)
                 if not threads.running:
+                    equal.warn_of_unused(self.operation.name)
                     self.stopped = f"the {seconds:g} s are over" if out_of_time else search.reason
                     self.excluded = search.excluded
                     return

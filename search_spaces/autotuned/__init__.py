@@ -77,7 +77,7 @@ class CallProblem(Problem):
         return tuple(leaves_of([values_of(self)[name] for name in self.declared.arguments.arrays]))
 
     def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        return _result(self)
+        return _result(self, self.declared.bindings.generation())
 
     def reference(self, *args: jax.Array) -> Arrays:
         """Computes the reference at the highest precision, with operands narrower than float32 widened to it.
@@ -86,7 +86,8 @@ class CallProblem(Problem):
         for example).
         """
         with jax.default_matmul_precision("highest"):
-            return as_written(self, *(map(_widened, args) if _widens(self) else args))
+            widens = _widens(self, self.declared.bindings.generation())
+            return as_written(self, *(map(_widened, args) if widens else args))
 
     @property
     def flops(self) -> float:
@@ -210,7 +211,7 @@ def as_written(problem: CallProblem, *args: Any) -> Arrays:
 
 
 @functools.lru_cache(maxsize=1024)
-def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+def _result(problem: CallProblem, generation: int) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
     """Returns shapes and dtypes of the reference's results, computed as written."""
     found = jax.eval_shape(functools.partial(as_written, problem), *problem.operands())
     several = isinstance(found, tuple)
@@ -226,7 +227,7 @@ def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtype
 
 
 @functools.lru_cache(maxsize=1024)
-def _widens(problem: CallProblem) -> bool:
+def _widens(problem: CallProblem, generation: int) -> bool:
     """Returns whether wider operands give results of the same shapes, and the same or other floating-point dtypes."""
     try:
         found = as_tuple(jax.eval_shape(lambda *args: as_written(problem, *map(_widened, args)), *problem.operands()))
@@ -359,7 +360,8 @@ class ReferenceKernel(LibraryKernel[CallProblem]):
     """
 
     def programs(self, problem: CallProblem) -> tuple[str, ...]:
-        return (Library.program, "plain") if _rounds(problem) else (Library.program,)
+        rounds = _rounds(problem, problem.declared.bindings.generation())
+        return (Library.program, "plain") if rounds else (Library.program,)
 
     def tolerance(self, problem: CallProblem, schedule: Library) -> Tolerance | tuple[Tolerance, ...]:
         """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
@@ -377,7 +379,7 @@ class ReferenceKernel(LibraryKernel[CallProblem]):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rounds(problem: CallProblem) -> bool:
+def _rounds(problem: CallProblem, generation: int) -> bool:
     """Returns whether the reference as written differs from the one on float32 operands at the highest precision."""
     floats = [x.dtype for x in problem.operands() if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(jnp.dtype(dtype).itemsize < 4 for dtype in floats):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
-from search_spaces.autotuned.names import Bindings, tracing
+from search_spaces.bindings import Bindings, tracing
 from search_spaces.checking import VALUE_KINDS
 from search_spaces.problem import DOWN, Tolerance
 from search_spaces.space import Choice, DeclarationError, Space

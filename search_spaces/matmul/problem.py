@@ -296,7 +296,7 @@ class MatmulProblem(Problem):
 
         The sums of `inputs` and `special_inputs` stay below that.
         """
-        a, b = (x.astype(jnp.float32) for x in args[:2])
+        a, b = map(checking.widened, args[:2])
         acc = lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST)
         acc = acc.astype(jnp.int32) if self.out_dtype == "int32" else acc
         return self.cut(self.apply_epilogue(acc, args))

@@ -469,9 +469,9 @@ def by_blocks(lhs: jax.Array, product: Any, boundaries: jax.Array, n: int) -> ja
 
 
 def _product_of_block(rhs: jax.Array, transpose_rhs: bool, lhs: jax.Array, group: jax.Array) -> jax.Array:
-    matrix = rhs[jnp.minimum(group, rhs.shape[0] - 1)].astype(jnp.float32)
+    matrix = checking.widened(rhs[jnp.minimum(group, rhs.shape[0] - 1)])
     matrix = matrix.T if transpose_rhs else matrix
-    return jnp.dot(lhs.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST)
+    return jnp.dot(checking.widened(lhs), matrix, precision=lax.Precision.HIGHEST)
 
 
 __all__: Sequence[str] = ("GatedRaggedDotProblem", "GroupedProblem", "RaggedDotProblem", "RaggedDotWeightsProblem")

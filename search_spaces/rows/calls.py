@@ -10,15 +10,21 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
 
+from search_spaces.bindings import tracing
+from search_spaces.fingerprint import digest, opened_jaxpr
 from search_spaces.front_end import lead, require_array, unsupported_reason, weakly_typed
-from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.operation import NO_PARAMS, BoundCall, Params, Unsupported
+from search_spaces.partitioning_compat import empty_mesh
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.keys import is_key, key_of, words_of
 from search_spaces.rows.named import Formula, FormulaProblem
 from search_spaces.rows.problem import ProgramAlongProblem, ProgramProblem, RowProblem
 from search_spaces.rows.reader import trace
+from search_spaces.rows.written import Written, mapped, remember
 
 
 def bind_formula(problem: type[FormulaProblem], *arrays: Any, **params: Any) -> BoundCall[Any] | Unsupported:
@@ -88,20 +94,12 @@ def by_vmap(formula: Formula, *arrays: Any, **params: Any) -> Any:
         for x, kind in zip(arrays, kinds, strict=True)
     ]
     narrow = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else None
-    found = _over_rows(function, kinds, (len(leading), 0), converted)
+    found = mapped(function, kinds, (len(leading), 0), converted)
     results = [
         x.astype(narrow) if narrow is not None and x.ndim == arrays[0].ndim and x.dtype == wide else x
         for x in as_tuple(found)
     ]
     return tuple(results) if isinstance(found, tuple) else results[0]
-
-
-def _over_rows(function: Callable[..., Any], kinds: Sequence[str], axes: tuple[int, int], arrays: Sequence[Any]) -> Any:
-    """Maps a function of one row over this many axes before, and after, the axis of the columns."""
-    mapped = function
-    for axis in (-1,) * axes[1] + (0,) * axes[0]:
-        mapped = jax.vmap(mapped, [axis if kind in ("row", "scalar") else None for kind in kinds], axis)
-    return mapped(*arrays)
 
 
 def formula_dtype(*arrays: jax.Array) -> jnp.dtype[Any]:
@@ -120,6 +118,7 @@ class RowFunction:
 
     Attributes:
       scalars: names of the arguments with one element per row.
+      generation: `Bindings.generation` of the function.
       keys: for each argument that is a random key, its place, its implementation, and the number of its words, which
         are arguments in its place.
     """
@@ -127,22 +126,24 @@ class RowFunction:
     function: Callable[..., Any]
     names: tuple[str, ...]
     scalars: tuple[str, ...]
+    generation: int = 0
     keys: tuple[tuple[int, Any, int], ...] = ()
 
     @property
     def name(self) -> str:
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def given(self, statics: Sequence[tuple[str, Any, type]]) -> Callable[..., Any]:
+    def given(self, statics: Params) -> Callable[..., Any]:
         """Returns the function of arrays alone."""
-        run = functools.partial(self.function, **{name: value for name, value, _ in statics})
-        return functools.partial(self._with_keys, run) if self.keys else run
+        run = functools.partial(self.function, **dict(statics))
+        return functools.partial(self._with_keys, run)
 
     def _with_keys(self, run: Callable[..., Any], *arrays: Any) -> Any:
         args = list(arrays)
         for place, impl, count in self.keys:
             args[place : place + count] = [key_of(args[place : place + count], impl)]
-        return run(*args)
+        with tracing(self.generation):
+            return run(*args)
 
     def of_words(self, arrays: Sequence[Any]) -> tuple[RowFunction, tuple[Any, ...]]:
         """Returns the function and its arguments with the words of random keys in place of the keys."""
@@ -177,13 +178,12 @@ def _around(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def bind_program(
-    type_of_problem: type[P], *arrays: Any, function: RowFunction, statics: Any = (), axis: int = -1
+    type_of_problem: type[P], *arrays: Any, function: RowFunction, statics: Params = NO_PARAMS, axis: int = -1
 ) -> BoundCall[P] | Unsupported:
     """Binds a call of a function of one row.
 
     Arguments with as many axes as the first are rows. Those with one axis less that `RowFunction.scalars` names have
-    one element per row, as random keys have. All rows share the others. Each of `statics` is a name, a hashable value,
-    and its type.
+    one element per row, as random keys have. All rows share the others.
 
     Args:
       type_of_problem: `ProgramAlongProblem` if `inner_of` the first array is more than 1, else `ProgramProblem`.
@@ -194,8 +194,7 @@ def bind_program(
     before, after = _around(jnp.shape(arrays[0]), axis)
     leading = before + after
     kinds = [_kind(name, x, axis, arrays[0], function) for name, x in zip(function.names, arrays, strict=False)]
-    named = tuple(statics)
-    answer = functools.partial(_over_rows, function.given(named), kinds, (len(before), len(after)), arrays)
+    answer = functools.partial(mapped, function.given(statics), kinds, (len(before), len(after)), arrays)
     reason = unsupported_reason(dict(zip(function.names, arrays, strict=False)))
     if any(map(is_key, arrays)) and not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         reason = reason or f"{function.name} takes a random key, and jax_threefry_partitionable is False"
@@ -208,15 +207,29 @@ def bind_program(
         reason = reason or f"{axis=} of an array of shape {jnp.shape(arrays[0])} is that of another operation on rows"
     if reason is not None or not leading:
         return Unsupported(reason or f"{function.names[0]} is a single row", answer)
-    shapes = tuple(
-        ({"row": x.shape[len(before) : len(before) + 1], "scalar": ()}.get(kind, x.shape), str(x.dtype))
-        for x, kind in zip(arrays, kinds, strict=True)
-    )
-    origin = Origin(function, named, shapes, tuple(kinds), bool(jax.config.read("jax_enable_x64")))
-    found = _traced(origin)
+    rows = [
+        {"row": x.shape[len(before) : len(before) + 1], "scalar": ()}.get(k, x.shape)
+        for x, k in zip(arrays, kinds, strict=True)
+    ]
+    structs = [jax.ShapeDtypeStruct(shape, x.dtype) for x, shape in zip(arrays, rows, strict=True)]
+    jaxpr, captured, returned = _traced(function.given(statics), structs)
+    reason = unsupported_reason({f"value {i} that {function.name} captures": x for i, x in enumerate(captured)})
+    if any(x.ndim > 1 or is_key(x) for x in captured):
+        reason = reason or f"{function.name} captures a traced key, or a traced array of several axes"
+    if reason is not None:
+        return Unsupported(reason, answer)
+    # Captured values are arrays that all rows share.
+    arrays += tuple(lax.convert_element_type(x, x.dtype) for x in captured)
+    kinds += ["shared" if x.ndim else "number" for x in captured]
+    rows += [x.shape for x in captured]
+    x64 = bool(jax.config.read("jax_enable_x64"))
+    origin = Origin(function, statics, tuple(kinds), x64, digest(jaxpr), jaxpr)
+    found = _program(origin)
     if isinstance(found, str):
         return Unsupported(found, answer)
-    text, segments, structure, result_shapes = found
+    text, segments, kept = found
+    remember(text, kept)
+    leaves, structure = jax.tree.flatten(returned)
     several = {"inner": inner} if inner > 1 else {}
     program = type_of_problem(rows=math.prod(leading) * segments, text=text, name=function.name, **several)
     rest = lead(after) if inner > 1 else ()
@@ -226,11 +239,11 @@ def bind_program(
 
     operands = [
         folded(x, kind, shape) if segments == 1 else x.reshape(s.shape)
-        for x, kind, (shape, _), s in zip(arrays, kinds, shapes, program.operands(), strict=True)
+        for x, kind, shape, s in zip(arrays, kinds, rows, program.operands(), strict=True)
     ]
 
     def restore(*results: jax.Array) -> Any:
-        shaped = [x.reshape(*before, *shape, *after) for x, shape in zip(results, result_shapes, strict=True)]
+        shaped = [x.reshape(*before, *of.shape, *after) for x, of in zip(results, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped)
 
     return BoundCall(program, tuple(operands), restore, (("origin", origin),))
@@ -255,6 +268,27 @@ def _kind(name: str, x: Any, axis: int, first: Any, function: RowFunction) -> st
     return "shared" if shape else "number"
 
 
+def _traced(run: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[Any, tuple[jax.Array, ...], Any]:
+    """Returns the jaxpr of a function of one row, values of outer traces that it captures, and its results.
+
+    Captured values are the last arguments of the jaxpr.
+    """
+    with empty_mesh():  # equations keep the mesh of their trace
+        closed, returned = jax.make_jaxpr(run, return_shape=True)(*shapes)
+        consts = getattr(closed, "consts", ())
+        captured = tuple(x for x in consts if isinstance(x, jax.core.Tracer))
+
+        def of_all(*args: Any) -> list[Any]:
+            rest = iter(args[len(shapes) :])
+            held = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in consts]
+            results: list[Any] = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, held))(*args[: len(shapes)])
+            return results
+
+        if captured:
+            closed = jax.make_jaxpr(of_all)(*shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in captured))
+    return closed, captured, returned
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """The function of which a program was derived, as a parameter of the call.
@@ -263,44 +297,39 @@ class Origin:
 
     Attributes:
       statics: static arguments as `bind_program` takes them.
-      shapes: of each array, without the axes of rows, and its dtype.
       kinds: of each array, as in `Operand`.
       x64: whether JAX's default types have 64 bits.
+      digest: of the jaxpr. It changes with all that the function reads; derivative rules change with the others.
+      jaxpr: of the function of one row.
     """
 
     function: RowFunction
-    statics: tuple[Any, ...]
-    shapes: tuple[tuple[tuple[int, ...], str], ...]
+    statics: Params
     kinds: tuple[str, ...]
     x64: bool
+    digest: str
+    jaxpr: Any = dataclasses.field(compare=False, repr=False)
 
     @property
     def traceable(self) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str]]:
         """Returns the arguments of `trace`."""
-        arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in self.shapes]
-        return self.function.given(self.statics), arrays, list(self.kinds)
+        arrays = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in opened_jaxpr(self.jaxpr).invars]
+        return core.jaxpr_as_fun(self.jaxpr), arrays, list(self.kinds)
+
+    @property
+    def written(self) -> Written:
+        return Written(self.jaxpr, self.kinds)
 
     def over_rows(self, p: RowProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the function by XLA, for operands and results as in the problem of its program."""
-        run, shapes, kinds = self.traceable
-        inner = (p.inner,) if isinstance(p, ProgramAlongProblem) else ()
-        by_row = [kind in ("row", "scalar") for kind in kinds]
-        own = [
-            x.reshape(-1, *s.shape, *inner) if each else x.reshape(s.shape)
-            for x, s, each in zip(arrays, shapes, by_row, strict=True)
-        ]
-        found = jax.tree.leaves(_over_rows(run, kinds, (1, len(inner)), own))
-        return tuple(x.reshape(s.shape) for x, s in zip(found, p.results(), strict=True))
+        return self.written.over_rows(p, *arrays, rounded=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced(origin: Origin) -> Any:
-    """Returns the program's text, its segments, and structure and shapes of the results; or why there is none."""
-    run, arrays, kinds = origin.traceable
-    results = jax.eval_shape(run, *arrays)
+def _program(origin: Origin) -> tuple[str, int, Written] | str:
+    """Returns the program's text, its segments and its function; or why there is none."""
     try:
-        program, segments = trace(run, arrays, kinds)
+        program, segments = trace(*origin.traceable)
     except NoProgram as error:
         return f"{origin.function.name} {error}"
-    leaves, structure = jax.tree.flatten(results)
-    return program.text(), segments, structure, [x.shape for x in leaves]
+    return program.text(), segments, Written(origin.jaxpr, origin.kinds, segments)

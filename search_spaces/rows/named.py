@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.operation import Params
 from search_spaces.problem import Tolerance
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.problem import RowProblem, TangentProblem
 from search_spaces.rows.program import Operand, Program
 from search_spaces.rows.reader import trace
+from search_spaces.rows.written import mapped
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -53,7 +55,7 @@ class Formula:
     result_dtype: bool = False
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (formulas live as long as the process)
-    def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: tuple[Any, ...]) -> Any:
+    def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: Params) -> Any:
         found = [Operand(of.kind, dtype, of.parts) for of, dtype in zip(self.operands.values(), dtypes, strict=True)]
         shapes = [
             jax.ShapeDtypeStruct((x.parts * columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
@@ -69,8 +71,8 @@ class Formula:
         """Returns the program of a problem, or its derivative, by `part`."""
         fields = vars(problem)
         dtypes = [fields.get(of.dtype, of.dtype) or problem.dtype for of in self.operands.values()]
-        given = dict(params) | ({"result_dtype": fields["result_dtype"]} if self.result_dtype else {})
-        return self._traced(part, problem.columns, tuple(dtypes), tuple(given.items()))
+        given = dict(params) | problem._fixed()
+        return self._traced(part, problem.columns, tuple(dtypes), Params(given.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,22 @@ class FormulaProblem(RowProblem):
             return super().derivative(**params)
         found: Derivative = self.formula.of("derivative", self, params)
         return found
+
+    def reference(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the formula itself; of a part of its derivative, the program."""
+        if self.part != "forward":
+            return self.by_xla(*args, **params)
+        function = functools.partial(self.formula.function, **params, **self._fixed())
+        kinds = [of.kind for of in self.formula.operands.values()]
+        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
+        wide = [
+            x.astype(jnp.promote_types(x.dtype, jnp.float32)) if f else x for x, f in zip(args, floats, strict=True)
+        ]
+        return mapped(function, kinds, (1, 0), wide)
+
+    def _fixed(self) -> dict[str, Any]:
+        """Returns the parameters of the formula that are fields of the problem."""
+        return {"result_dtype": vars(self)["result_dtype"]} if self.formula.result_dtype else {}
 
     @property
     def program(self) -> Program:

@@ -19,6 +19,7 @@ from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.elementwise import is_elementwise
 from search_spaces.rows.problem import ProgramProblem
 from search_spaces.rows.reader import trace
+from search_spaces.rows.written import Written, remember
 
 Lead = tuple[int, ...]  # the leading axes, whose elements are rows
 # The kind of each array in the program (`program.Operand`), by its ``id``; "row sum" is a sum over all rows.
@@ -289,9 +290,12 @@ def program_of(nodes: Sequence[Node], roles: Roles, inputs: Sequence[Value], res
     try:
         with jax.enable_x64(False):
             program, segments = trace(function, shapes, kinds, lambda number: roles[id(results[number])] == "row sum")
+            if segments != 1:
+                return None
+            remember(text := program.text(), Written(jax.make_jaxpr(function)(*shapes), tuple(kinds)))
     except NoProgram:
         return None
-    return program.text() if segments == 1 else None
+    return text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

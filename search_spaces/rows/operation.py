@@ -17,6 +17,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.front_end import grouped
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import Operation
+from search_spaces.partitioning_compat import empty_mesh
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.calls import Origin, bind_formula, bind_program
@@ -71,7 +72,7 @@ class XlaRows(LibraryKernel[P], Generic[P]):
     def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
         if schedule.program == "plain" and self.plain is not None:
             return self.plain(*args, **params)
-        results = as_tuple(problem.reference(*args, **params))
+        results = as_tuple(problem.by_xla(*args, **params))
         return problem.pack([x.astype(s.dtype) for x, s in zip(results, problem.results(), strict=True)])
 
 
@@ -195,7 +196,7 @@ def _has_own_rules(origin: Origin, p: ProgramProblem) -> bool:
         return True
     if own is None or own == plain:
         return False
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+    with empty_mesh(), jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
         arrays = ProgramProblem(rows=4, text=p.text).inputs(seed=0)
         pairs = zip(own.gradients(*arrays), plain.gradients(*arrays), strict=True)
         floats = [[x.astype(jnp.float32) for x in pair] for pair in pairs]

@@ -18,10 +18,14 @@ import numpy.typing as npt
 
 from search_spaces import checking
 from search_spaces.front_end import in_front
-from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes
+from search_spaces.problem import PROPORTIONAL, Problem, TakeRows, Tolerance, as_tuple, nbytes, scaled
 from search_spaces.rows.derivative import Derivative, as_function, differentiate
 from search_spaces.rows.program import Operand, Program, evaluate, parse
+from search_spaces.rows.written import Exported, Written, exported, remember, written
 from search_spaces.sharding import Sharding
+
+# Special operands of row functions: rows times 2^100, whose sums fit float32 and whose squares do not.
+HUGE, HUGE_EXPONENT = "huge", 100
 
 # XLA keeps rows on chip if the program has one row operand, one result, and at most so many columns. On an H200, RMS
 # norms and softmaxes of 16384 columns take one pass; those of 24577 and of 32000 take several.
@@ -79,10 +83,14 @@ class RowProblem(Problem):
         Raises:
           NoProgram: there is none.
         """
-        return _derivative(self.program_of(**params))
+        return _derivative(self.program_of(**params).text())
+
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the program by XLA, in float32 or wider."""
+        return self.pack(evaluate(self.program_of(**params), *args, rounded=False, axis=self.axis))
 
     def reference(self, *args: jax.Array, **params: Any) -> Any:
-        return self.pack(evaluate(self.program_of(**params), *args, rounded=False, axis=self.axis))
+        return self.by_xla(*args, **params)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Returns standard normal operands, but for elements per row: labels are columns, other numbers at least 1/2.
@@ -203,10 +211,15 @@ def _infinite_first(x: jax.Array) -> jax.Array:
     return jnp.roll(x, -jnp.argmax(~jnp.isfinite(x.astype(jnp.float32)).all(axis=tuple(range(1, x.ndim)))), axis=0)
 
 
+def _holds_huge(dtype: Any, of: Operand) -> bool:
+    floating = of.kind == "row" and jnp.issubdtype(dtype, jnp.floating)
+    return floating and float(jnp.finfo(dtype).max) > 2.0 ** (HUGE_EXPONENT + 20)
+
+
 @functools.lru_cache(maxsize=1024)
-def _derivative(program: Program) -> Derivative:
+def _derivative(text: str) -> Derivative:
     with jax.enable_x64(False):
-        return differentiate(*as_function(program))
+        return differentiate(*as_function(_parsed(text)))
 
 
 # ------------------------------------------------------------------------------
@@ -246,6 +259,35 @@ class ProgramProblem(RowProblem):
     @property
     def program(self) -> Program:
         return _parsed(self.text)
+
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
+        """Computes the function of which the program was derived, or the program if that function is not known."""
+        origin = params.get("origin")
+        function = written(self.text) if origin is None else origin.written
+        return super().by_xla(*args, **params) if function is None else self.pack(function.over_rows(self, *args))
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        function = written(self.text)
+        return super().at_rows(rows) if function is None or function.segments == 1 else None
+
+    def special(self) -> tuple[str, ...]:
+        """Returns also `HUGE`, if the function is known: its squares overflow, and those of the program must, too."""
+        return super().special() if written(self.text) is None else (*super().special(), HUGE)
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        if kind != HUGE:
+            return super().special_inputs(kind, seed)
+        arrays = zip(self.inputs(seed), self.arrays[0], strict=True)
+        return tuple(scaled(x, 2.0**HUGE_EXPONENT) if _holds_huge(x.dtype, of) else x for x, of in arrays)
+
+    def reference_text(self) -> str:
+        function = written(self.text)
+        if isinstance(function, Written):
+            return exported(function, self)
+        return "" if function is None else function.text
+
+    def use_reference(self, text: str) -> None:
+        remember(self.text, Exported(text))
 
     @classmethod
     def parse(cls, texts: Mapping[str, str]) -> Any:
@@ -351,7 +393,7 @@ class TangentProblem(RowProblem):
         tangents = tuple(dataclasses.replace(x, kind=_TANGENT.get(x.kind, x.kind)) for x in results)
         return (*operands[: -self.cotangents], *tangents), operands[-self.cotangents :]
 
-    def reference(self, *args: jax.Array, **params: Any) -> Any:
+    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
         program = self.program_of(**params)
         count = len(program.results)
         saved, tangents = args[:-count], args[-count:]

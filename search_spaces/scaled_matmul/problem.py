@@ -116,7 +116,7 @@ class ScaledMatmulProblem(Problem):
         return jax.ShapeDtypeStruct((self.m, self.n), jnp.dtype(self.out_dtype))
 
     def reference(self, *args: jax.Array) -> jax.Array:
-        a, b = self.dequantized(args)
+        a, b = self.dequantized((*map(checking.widened, args[:2]), *args[2:]))
         return lax.dot_general(a, b, self.product.dimension_numbers, precision=lax.Precision.HIGHEST)
 
     def dequantized(self, args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

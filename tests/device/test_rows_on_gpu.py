@@ -26,6 +26,11 @@ def channel_norm(x):
     return ((y - jnp.mean(y)) * jax.lax.rsqrt(jnp.var(y) + 1e-6)).astype(x.dtype)
 
 
+def quantized_and_back(x):
+    scale = jnp.max(jnp.abs(x)) / 448
+    return (x / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
+
+
 EXTENTS = [
     (4096, 1024, "bfloat16"),
     (4096, 4096, "bfloat16"),
@@ -98,6 +103,7 @@ PROBLEMS += [
     ("rows_along", scheduler.rows(function, axis=1).problem(jax.ShapeDtypeStruct(shape, dtype)))
     for function, shape, dtype in ALONG
 ]
+PROBLEMS.append(("rows", scheduler.rows(quantized_and_back).problem(jax.ShapeDtypeStruct((4096, 1024), "float32"))))
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in PROBLEMS))

@@ -17,6 +17,7 @@ PROBLEMS = [
     ScaledMatmulProblem(777, 333, 560, transpose_b=True),
     ScaledMatmulProblem(1001, 1003, 1000, transpose_b=True, out_dtype="float16"),
     ScaledMatmulProblem(5, 20, 33, transpose_b=True),
+    ScaledMatmulProblem(128, 256, 65536, transpose_b=True, out_dtype="float32"),
 ]
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {

@@ -13,7 +13,7 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import comparison
 from scheduler.functions.rewriting import Rewriter
-from search_spaces.rows import regions
+from search_spaces.rows import one_row, regions, written
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -22,8 +22,9 @@ B, S, D, F, V = 4, 16, 32, 64, 48
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Lets small arrays be worth a kernel."""
+    """Lets small arrays be worth a kernel, and XLA compute the programs, not the equations that they stand for."""
     monkeypatch.setattr(regions, "LEAST_BYTES", 1)
+    monkeypatch.setattr(one_row, "remember", lambda text, function: None)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -247,3 +248,15 @@ def test_one_program_that_disagrees_leaves_the_others():
     rewriter = Rewriter(lambda operation, problem: None, call, comparison.region_disagreement, last=True)
     result = rewriter.rewrite(jax.make_jaxpr(both)(normal(S, D), normal(2 * S, D)))
     assert ["disagree" in each.reason for each in result.found] == [True, False]
+
+
+def test_the_reference_of_a_region_is_its_equations(monkeypatch):
+    monkeypatch.setattr(one_row, "remember", written.remember)
+
+    def normalized(x):
+        most = jnp.max(jnp.abs(x), -1, keepdims=True)
+        return x / (most * jnp.sqrt(jnp.sum(jnp.square(x / most), -1, keepdims=True)))
+
+    x = normal(16, 32)
+    (problem,) = found(normalized, x)
+    np.testing.assert_allclose(problem.reference(x * 1e25), normalized(x * 1e25), rtol=1e-6)

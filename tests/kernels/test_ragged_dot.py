@@ -628,3 +628,17 @@ def test_a_problem_is_that_of_its_operands_and_of_its_key():
         assert type(problem).of(*problem.operands(), **options) == problem
         assert type(problem).from_canonical(problem.canonical()) == problem
         assert dataclasses.replace(problem, rows=1).flops * ROWS == problem.flops
+
+
+@pytest.mark.parametrize("operation", [RAGGED_DOT, GATED_RAGGED_DOT], ids=str)
+def test_nan_and_infinity_in_a_matrix_of_no_rows_reach_no_row_of_reference_and_kernel(operation):
+    p = operation.problem(rows=24, groups=4, k=16, n=8, dtype="float32")
+    *arrays, edges = p.inputs(0)
+    special = [x.at[1, 0, :2].set(jnp.array([jnp.nan, jnp.inf])) if x.ndim == 3 else x for x in arrays]
+    edges = jnp.array([0, 8, 8, 16, 24], edges.dtype)
+    wanted = p.reference(*arrays, edges)
+    np.testing.assert_array_equal(p.reference(*special, edges), wanted)
+    kernel = operation.kernel("interpret")
+    space = kernel.space(p, CPU)
+    found = kernel.run(p, next(space.schedules(space.legal()[0])), CPU, *special, edges)
+    close(found, wanted, p.tolerance().relative, p.tolerance().absolute)

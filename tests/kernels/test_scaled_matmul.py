@@ -13,7 +13,7 @@ from scheduler import tuned_scaled_matmul
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from search_spaces import Columns, Library
+from search_spaces import Columns, Library, checking
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
@@ -187,3 +187,19 @@ def test_steps_ask_for_no_scale_before_the_stage_of_another_is_read():
     one = dataclasses.replace(sample(SMALL[0], 1)[0], tile_m=64, tile_n=64, consumers="one", cluster="none", stages=2)
     actual, right = hopper.interpret(KERNEL, problem, one, cores=1, detect_races=True)
     assert np.abs(actual - right).max() <= problem.tolerance().absolute + 0.01 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_reference_reads_8_bit_floats_by_a_table_of_their_values(dtype):
+    every = jnp.asarray(np.arange(256, dtype=np.uint8).view(dtype)).reshape(16, 16)
+    np.testing.assert_array_equal(checking.widened(every), np.asarray(every).astype(np.float32))
+    assert checking.widened(jnp.int8(-128)) == -128
+    assert "convert_element_type[new_dtype=float32" not in str(jax.make_jaxpr(checking.widened)(every))
+
+
+def test_a_long_sum_of_the_reference_is_as_exact_as_float32():
+    p = ScaledMatmulProblem(4, 8, 65536, transpose_b=True, out_dtype="float32", a_scales="rows")
+    a, b, a_scale, b_scale = p.inputs(0)
+    turned = np.repeat(np.repeat(np.asarray(b_scale, np.float64), 128, 0), 128, 1)[:8] * np.asarray(b, np.float64)
+    wanted = (np.asarray(a, np.float64) * np.asarray(a_scale, np.float64)[:, None]) @ turned.T
+    assert np.abs(np.asarray(p.reference(a, b, a_scale, b_scale)) - wanted).max() < 1e-6 * np.abs(wanted).max()

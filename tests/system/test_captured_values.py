@@ -12,10 +12,13 @@ import pytest
 from jax.experimental import pallas as pl
 
 import scheduler
+from scheduler.core.hardware import CPU
 from scheduler.dispatch import calls
-from search_spaces import DeclarationError
+from search_spaces import DeclarationError, Kernel, Library, Space
 from search_spaces.autotuned import names
-from search_spaces.autotuned.names import Bindings, captured
+from search_spaces.autotuned.names import captured
+from search_spaces.bindings import Bindings
+from search_spaces.matmul import MatmulProblem
 
 X = jnp.arange(16.0)
 
@@ -311,3 +314,107 @@ def test_a_closure_that_is_bound_anew_is_noticed_too():
     bind(3.0)
     assert jnp.array_equal(kernel(X, backends="pallas"), X * 3)
     assert jnp.array_equal(jax.jit(lambda x: kernel(x, backends="pallas"))(X), X * 3)
+
+
+class OfAClass(Kernel):
+    backend = "own"
+
+    def space(self, problem, target):
+        return Space(Library, {"program": ("float32",)})
+
+    def footprint(self, problem, schedules, target):
+        return None
+
+    def run(self, problem, schedule, target, /, x, y):
+        return pl.pallas_call(add_listed, out_shape=x, interpret=True)(x)
+
+
+LISTED = [1.0]
+
+
+def add_listed(x_ref, out_ref):
+    out_ref[...] = x_ref[...] + LISTED[0]
+
+
+def test_a_kernel_of_a_class_reads_its_globals_anew_after_a_reload():
+    problem, x = MatmulProblem(8, 8, 8, "float32"), jnp.zeros((8, 8))
+    for value in (1.0, 2.0, 3.0):
+        LISTED[0] = value
+        scheduler.reload()
+        assert (OfAClass().results(problem, Library(), CPU.target, x, x)[0] == value).all()
+
+
+def test_a_reference_that_returns_another_dtype_now_is_another_result():
+    space = {"__name__": "a_notebook", "jnp": jnp, "scheduler": scheduler, "DTYPE": "float32"}
+    exec("k = scheduler.autotune(tile=(8,), reference=lambda x: x.astype(DTYPE))(lambda x, *, tile: x)", space)
+    problem = space["k"].problem(X)
+    assert problem.result().dtype == "float32"
+    space["DTYPE"] = "float16"
+    assert problem.result().dtype == "float16"
+
+
+ROWS = """
+import jax, scheduler
+S, LISTED = 2.0, [2.0]
+class Config: scale = 2.0
+def helper(x): return x * S
+@jax.jit
+def jitted(x): return x * S
+functions = [
+    scheduler.rows(lambda x: x * S), scheduler.rows(lambda x: helper(x)), scheduler.rows(lambda x: jitted(x)),
+]
+in_place = [scheduler.rows(lambda x: x * LISTED[0]), scheduler.rows(lambda x: x * Config.scale)]
+"""
+
+
+def test_a_row_function_reads_each_name_as_it_is_bound_now():
+    space, x = {"__name__": "a_notebook"}, jnp.ones((2, 8))
+    exec(ROWS, space)
+    for value in (2.0, 5.0, 0.0, -0.0):
+        space["S"] = value
+        for f in space["functions"]:
+            found = [f(x), jax.jit(lambda x, f=f: f(x))(x), jax.grad(lambda x, f=f: f(x).sum())(x)]
+            found += [f(x, backends="interpret")] if value else []
+            for each in found:
+                np.testing.assert_array_equal(each, np.full((2, 8), value))
+            assert (np.signbit(found[0]) == np.signbit(value)).all()
+
+
+def test_what_a_row_function_reads_in_place_is_read_by_a_new_trace_and_after_a_reload():
+    space, x = {"__name__": "a_notebook"}, jnp.ones((2, 8))
+    exec(ROWS, space)
+    assert all((f(x) == 2).all() for f in space["in_place"])
+    space["LISTED"][0] = space["Config"].scale = 5.0
+    assert all((jax.jit(lambda x, f=f: f(x))(x) == 5).all() for f in space["in_place"])
+    scheduler.reload()
+    assert all((f(x) == 5).all() for f in space["in_place"])
+
+
+def test_a_row_function_is_not_traced_again_for_nothing():
+    traces = []
+
+    @scheduler.rows
+    def f(x, *, s=2.0):
+        traces.append(s)
+        return x * s
+
+    x = jnp.ones((2, 8))
+    f(x), f(x, s=3.0)
+    before = len(traces)
+    for _ in range(3):
+        f(x), f(x, s=3.0)
+    assert len(traces) == before
+
+
+def divided(x, *, s):
+    return x / (s if isinstance(s, float) else 1.0) if not isinstance(s, tuple) else x * (1 + isinstance(s[0], float))
+
+
+def test_static_arguments_of_other_types_or_signs_are_other_programs():
+    f, x = scheduler.rows(divided), jnp.ones((2, 8))
+    for s in (0.0, -0.0, 1, True, 1.0, (2,), (2.0,), (True,)):
+        wanted = divided(x, s=s)
+        assert jnp.array_equal(f(x, s=s), wanted), s
+        assert jnp.array_equal(jax.jit(lambda x, s=s: f(x, s=s))(x), wanted), s
+    both = jax.jit(lambda x: (f(x, s=0.0), f(x, s=-0.0)))(x)
+    assert jnp.array_equal(both[0], -both[1])

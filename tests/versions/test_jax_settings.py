@@ -25,6 +25,9 @@ from scheduler import (
     tuned_silu_and_mul,
     tuned_softmax,
 )
+from scheduler.core.hardware import find
+from search_spaces import load
+from search_spaces.fingerprint import digest
 from search_spaces.matmul import MatmulProblem
 
 pytestmark = pytest.mark.slow
@@ -254,6 +257,9 @@ PROGRAM = """
 import scheduler
 from scheduler import tuned_matmul
 from scheduler.measure.runner import RunnerOptions
+from scheduler.core.hardware import find
+from search_spaces import load
+from search_spaces.fingerprint import digest
 from search_spaces.matmul import MatmulProblem
 problem = MatmulProblem(4, 6, 8, dtype="float32")
 for options in (None, RunnerOptions(workers=1)):
@@ -286,3 +292,25 @@ def test_a_search_meets_no_variable_of_jax_here_or_in_workers(variables):
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.splitlines() == 2 * ["['interpret', 'xla']"]
+
+
+@pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32", "F32_F32_F32"])
+def test_kernels_are_the_same_programs_under_any_default_precision(precision):
+    def program(kernel, problem, target):
+        space = kernel.space(problem, target)
+        schedule = space.schedule(**space.legal()[0].row(0))
+        run = functools.partial(kernel.results, problem, schedule, target)
+        return digest(jax.make_jaxpr(run)(*problem.operands()))
+
+    extents = {"m": 256, "n": 256, "k": 256, "rows": 256, "groups": 2}
+    for name, chip in (("matmul", "v6e"), ("matmul", "H200"), ("ragged_dot", "v6e")):
+        operation, target = load(name), find(chip).target
+        for dtype in ("bfloat16", "float32"):
+            named = [field for field in extents if field in operation.problem.__dataclass_fields__]
+            problem = operation.problem(**{name: extents[name] for name in named}, dtype=dtype)
+            for kernel in operation.kernels:
+                if kernel.library or kernel.supports(problem, target):
+                    continue
+                wanted = program(kernel, problem, target)
+                with jax.default_matmul_precision(precision):
+                    assert program(kernel, problem, target) == wanted, (name, chip, dtype, kernel.backend)
