@@ -100,15 +100,21 @@ class Graph:
         return _flat(self.items)
 
 
-def graph(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({}), calls: frozenset[str] | None = None) -> Graph:
+def graph(
+    jaxpr: Any,
+    known: Mapping[Any, Value] = MappingProxyType({}),
+    calls: frozenset[str] = CALLS,
+    keeps: Callable[[Any], bool] = lambda call: False,
+) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
       known: arrays of its arguments, as far as they are known.
-      calls: names of the primitives whose bodies are inlined; None inlines all `CALLS`.
+      calls: names of the primitives whose bodies are inlined.
+      keeps: whether a call of such a primitive is left as one equation.
     """
     values = dict(known)
-    items = _items(jaxpr, values, CALLS if calls is None else calls)
+    items = _items(jaxpr, values, lambda equation: None if keeps(equation) else body(equation, calls))
     for atom in (*jaxpr.invars, *jaxpr.outvars):
         if not isinstance(atom, core.Literal):
             values.setdefault(atom, _value(atom))
@@ -156,7 +162,7 @@ def constants(jaxpr: Any) -> dict[Any, Value]:
     return {atom: Value(atom.aval.shape, atom.aval.dtype, literal=x) for atom, x in held}
 
 
-def _items(jaxpr: Any, known: dict[Any, Value], calls: frozenset[str]) -> list[Node | Inlined]:
+def _items(jaxpr: Any, known: dict[Any, Value], body_of: Callable[[Any], Any]) -> list[Node | Inlined]:
     def value_of(atom: Any) -> Value:
         if isinstance(atom, core.Literal):
             return _literal(atom)
@@ -167,11 +173,11 @@ def _items(jaxpr: Any, known: dict[Any, Value], calls: frozenset[str]) -> list[N
     items: list[Node | Inlined] = []
     for equation in jaxpr.eqns:
         inputs = tuple(map(value_of, equation.invars))
-        closed = body(equation, calls)
+        closed = body_of(equation)
         if closed is not None:
             inner = fingerprint.opened_jaxpr(closed)
             within = constants(closed) | dict(zip(inner.invars, inputs, strict=True))
-            held = _items(inner, within, calls)
+            held = _items(inner, within, body_of)
             results = tuple(
                 _literal(atom) if isinstance(atom, core.Literal) else within.get(atom) or _value(atom)
                 for atom in inner.outvars
@@ -263,6 +269,10 @@ class Region:
     stages: tuple[Stage, ...]
     roots: tuple[Value, ...]
     shown: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return tuple(x for stage in self.stages for x in stage.inputs)
 
     @property
     def results(self) -> tuple[Value, ...]:

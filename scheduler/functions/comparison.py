@@ -162,7 +162,7 @@ def region_disagreement(region: Region, calls: Sequence[TunedCall], key: Any = N
     Args:
       key: what else the calls depend on, such as their schedules.
     """
-    inputs = tuple(x for stage in region.stages for x in stage.inputs)
+    inputs = region.inputs
     nodes = recognise.equations_between((*inputs, *region.results), region.roots)
     text = recognise.program_text(nodes, region.roots, region.results)
     problems = [stage.problem for stage in region.stages]
