@@ -142,7 +142,7 @@ class Evaluation:
         if isinstance(item, Node) and any(id(x) in self._stage_of for x in item.results):
             (result,) = item.results
             replacement, number = self._stage_of[id(result)]
-            if not all(map(self._is_known, replacement.region.stages[number].inputs)):
+            if not all(map(self._is_known, self._inputs(replacement, number))):
                 return False
             self.run_stage(replacement, number)
         elif not all(map(self._is_known, item.inputs)):
@@ -150,6 +150,12 @@ class Evaluation:
         else:
             self._evaluate(item)
         return True
+
+    def _inputs(self, replacement: Replacement, number: int) -> Iterator[Value]:
+        """Yields what a stage reads, and what the stages before it read that have not run."""
+        for i, stage in enumerate(replacement.region.stages[: number + 1]):
+            if (id(replacement), i) not in self._handed_on:
+                yield from stage.inputs
 
     def _evaluate(self, item: Node | Inlined) -> None:
         found = self._evaluated(item)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
 from scheduler.functions import equations
 from scheduler.functions.comparison import TunedCall
@@ -25,11 +25,12 @@ from search_spaces import (
 )
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.recognise import CALLS, Graph, Left, Node, Region, Stage, Value
+from search_spaces.recognise import Graph, Left, Node, Region, Stage, Value
 
-# Calls whose bodies are searched together with the equations around them. Not `jax.checkpoint`: its body is computed
-# again on purpose.
-_INLINED = CALLS - {"checkpoint", "remat", "remat2"}
+# Calls whose bodies are not searched together with the equations around them. The body of `jax.checkpoint` is computed
+# again on purpose; the rule of a `jax.custom_batching.custom_vmap` counts if the function is transformed later.
+_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+_WITH_RULES = _CHECKPOINTS | {"custom_vmap_call"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,10 +149,14 @@ class Rewriter:
         return retraced(run, closed)
 
     def _graph(self, closed: Any, known: Mapping[Any, Value]) -> Graph:
-        calls = _INLINED if self._last else _INLINED - {"custom_vmap_call"}
-        keeps = functools.partial(derivative_rules.has_own_rule, at_ties=True) if not self._last else lambda _: False
         jaxpr, constants = fingerprint.opened_jaxpr(closed), recognise.constants(closed)
-        return recognise.graph(jaxpr, {**constants, **known}, calls, keeps)
+        return recognise.graph(jaxpr, {**constants, **known}, self._keeps)
+
+    def _keeps(self, call: Any) -> bool:
+        """Returns whether a call stays one equation, so that its rules stay."""
+        if self._last:
+            return call.primitive.name in _CHECKPOINTS
+        return call.primitive.name in _WITH_RULES or derivative_rules.has_own_rule(call, at_ties=True)
 
     def _changes(self, graph: Graph, regions: Sequence[Replacement], count: int) -> Changes:
         bodies, pairs = dict[int, Any](), dict[int, Scan]()
@@ -225,30 +230,47 @@ class Rewriter:
         return found if regions else {}
 
     def _regions(self, graph: Graph, count: int) -> Iterator[Replacement]:
+        made = dict[int, tuple[Value, ...]]()  # what the results of regions are computed from, by their ``id``
         for operation in self._pass.operations:
-            assert operation.regions is not None
-            for each in operation.regions(graph):
+            for each in self._candidates(operation, graph, count):
                 line = equations.line_of(each.shown[0].equation if isinstance(each, Region) else each.shown.equation)
                 if isinstance(each, Left):
                     self._found.append(Found((), count, line, f"{operation.name}: {each.reason}"))
                     continue
                 stages = [(stage.operation or operation, stage) for stage in each.stages]
                 calls = tuple((of, stage.problem) for of, stage in stages)
-                reason = next((why for of, problem in calls if (why := self._unless(of, problem))), None)
                 tuned = [self._calling(of, stage) for of, stage in stages]
-                if (
-                    reason is None
-                    and not self._last
-                    and derivative_rules.held_arrays(
-                        derivative_rules.nodes_between(graph.nodes, each.results, each.inputs), each.results
-                    )
-                ):
-                    reason = f"{operation.name}: a stop_gradient within it changes its gradients"
-                if reason is None and (wrong := self._check(each, tuned)):
-                    reason = f"{operation.name}: its kernels disagree with its equations: {wrong}"
-                self._found.append(Found(calls, count, line, reason or ""))
-                if reason is None:
+                reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
+                if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
+                    reason = f"{operation.name}: {wrong}"
+                self._found.append(Found(calls, count, line, reason))
+                if not reason:
+                    for number, stage in enumerate(each.stages):
+                        inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)
+                        made |= dict.fromkeys(map(id, stage.results), inputs)
                     yield Replacement(each, tuned)
+
+    def _candidates(self, operation: Operation[Any], graph: Graph, count: int) -> Sequence[Region | Left]:
+        assert operation.regions is not None
+        try:
+            return list(operation.regions(graph))
+        except Exception as error:  # equations of any kind: those of one operation are left, others are replaced
+            self._found.append(Found((), count, None, f"{operation.name}: {_text(error)}"))
+            return ()
+
+    def _wrong(self, region: Region, calls: Sequence[TunedCall], graph: Graph) -> str | None:
+        """Returns why calls would not compute what a region computes, or not its derivative; None if they would."""
+        if not self._last and derivative_rules.held_arrays(
+            derivative_rules.nodes_between(graph.nodes, region.results, region.inputs), region.results
+        ):
+            return "a stop_gradient within it changes its gradients"
+        try:
+            wrong = self._check(region, calls)
+        except SchedulerError:
+            raise
+        except Exception as error:  # any error of a kernel, compiler or device
+            return f"its kernels failed: {_text(error)}"
+        return None if wrong is None else f"its kernels disagree with its equations: {wrong}"
 
     def _calling(self, operation: Operation[Any], stage: Stage) -> TunedCall:
         return lambda *operands: self._call(operation, stage.problem, stage.params, *operands)
@@ -264,6 +286,29 @@ class Rewriter:
         if not changed:
             return None
         return equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
+
+
+def _circular(region: Region, made: Mapping[int, Sequence[Value]]) -> str | None:
+    """Returns why a region cannot run if an input of a stage depends on what this stage or a later one computes.
+
+    Args:
+      made: what the results of other regions are computed from, by their ``id``.
+    """
+    for number, stage in enumerate(region.stages):
+        own = {id(x) for each in region.stages[number:] for x in each.results}
+        left, seen = list(stage.inputs), set[int]()
+        while left:
+            value = left.pop()
+            if id(value) in own:
+                return "an operand is computed from its result"
+            if id(value) not in seen:
+                seen.add(id(value))
+                left += made.get(id(value), () if value.node is None else value.node.inputs)
+    return None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _constants(closed: Any, graph: Graph) -> dict[int, Any]:
