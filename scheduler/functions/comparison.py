@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 from search_spaces import recognise
+from search_spaces.checking import VALUE_KINDS, with_special_values
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Value
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------
 # Checks whether two runs of a function agree up to rounding.
@@ -146,7 +149,7 @@ def _difference_text(name: str, right: Any, off: Any) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Compares a region with the tuned calls that replace it, on random inputs.
+# Compares a region with the tuned calls that replace it: two random draws, and special operands.
 
 # (operation, problem, params, operands) -> results of a tuned call.
 TunedCall = Callable[..., Any]
@@ -154,57 +157,111 @@ TunedCall = Callable[..., Any]
 _checked: dict[Any, str | None] = {}
 
 
-def region_disagreement(region: Region, calls: Sequence[TunedCall], key: Any = None) -> str | None:
+def region_disagreement(
+    region: Region, calls: Sequence[TunedCall], key: Any = None, differentiable: Sequence[TunedCall] = ()
+) -> str | None:
     """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
 
-    Both are computed once for each kind of region on this device, for standard normal inputs of the same shapes.
+    Both are computed once for each kind of region on this device, for inputs of the same shapes.
 
     Args:
       key: what else the calls depend on, such as their schedules.
+      differentiable: calls whose gradients are compared with those of the equations, too. Other schedules than those of
+        `calls` may run them: this compares the meaning of gradients.
     """
-    inputs = region.inputs
-    nodes = recognise.equations_between((*inputs, *region.results), region.roots)
+    nodes = recognise.equations_between((*region.inputs, *region.results), region.roots)
     text = recognise.program_text(nodes, region.roots, region.results)
-    problems = [stage.problem for stage in region.stages]
-    if (kind := (text, tuple(problems), key)) not in _checked:
-        _checked[kind] = _region_disagreement(region, calls, nodes, inputs, rounding(problems))
+    kind = text, tuple(stage.problem for stage in region.stages), key, bool(differentiable)
+    if kind not in _checked:
+        comparison = _RegionComparison(region, nodes)
+        versions = {"": (comparison.plain, comparison.tuned(calls))}
+        if differentiable:
+            run = comparison.tuned(differentiable)
+            versions["gradients: "] = _gradients_of(comparison.plain), _gradients_of(run)
+        _checked[kind] = _outside_of_traces(lambda: comparison.disagreement(versions))
     return _checked[kind]
 
 
-def _region_disagreement(
-    region: Region, calls: Sequence[TunedCall], nodes: Sequence[Node], inputs: Sequence[Value], rounding: float
-) -> str | None:
-    roots = [id(x) for x in region.roots]
-
-    @jax.jit
-    def plain(*arrays: Any) -> list[Any]:
-        return recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), region.results)
-
-    @jax.jit
-    def tuned(*arrays: Any) -> list[Any]:
-        given = recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), inputs)
-        values = iter(given)
-        handed_on, results = None, list[Any]()
-        for stage, call in zip(region.stages, calls, strict=True):
-            found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
-            results += found
-        return results
-
-    def compared() -> str | None:
-        arrays = [
-            jax.random.normal(jax.random.key(i), x.shape, jnp.float32).astype(x.dtype)
-            for i, x in enumerate(region.roots)
-        ]
-
-        def sensitivity() -> Any:
-            return plain(*(rounded_differently(x, i) for i, x in enumerate(arrays)))
-
-        return disagreement(plain(*arrays), tuned(*arrays), rounding, sensitivity)
-
+def _outside_of_traces(run: Callable[[], T]) -> T:
     if not isinstance(jnp.zeros(()), jax.core.Tracer):
-        return compared()
+        return run()
     with concurrent.futures.ThreadPoolExecutor(1) as outside:  # a trace belongs to its thread
-        return outside.submit(compared).result()
+        return outside.submit(run).result()
+
+
+class _RegionComparison:
+    """The equations of a region as functions of its roots.
+
+    Args:
+      nodes: the equations from the roots to the inputs and results, in order.
+    """
+
+    def __init__(self, region: Region, nodes: Sequence[Node]) -> None:
+        self._region, self._nodes = region, nodes
+        self._rounding = rounding(stage.problem for stage in region.stages)
+
+    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
+        return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
+
+    def plain(self, *roots: Any) -> list[Any]:
+        return self._evaluated(roots, self._region.results)
+
+    def tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
+        def run(*roots: Any) -> list[Any]:
+            values = iter(self._evaluated(roots, self._region.inputs))
+            handed_on, results = None, list[Any]()
+            for stage, call in zip(self._region.stages, calls, strict=True):
+                found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
+                results += found
+            return results
+
+        return run
+
+    def disagreement(self, versions: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> str | None:
+        drawn = {
+            f"draw {seed}": [_drawn(x, 10 * seed + i) for i, x in enumerate(self._region.roots)] for seed in (0, 1)
+        }
+        for name, (plain, tuned) in versions.items():
+            plain, tuned = jax.jit(plain), jax.jit(tuned)
+            special = (
+                {}
+                if name
+                else {kind: with_special_values(drawn["draw 0"], kind, integers=False) for kind in self._special()}
+            )
+            for kind, roots in (drawn | special).items():
+
+                def sensitivity(plain: Any = plain, roots: Any = roots) -> Any:
+                    return plain(*(rounded_differently(x, i) for i, x in enumerate(roots)))
+
+                if wrong := disagreement(plain(*roots), tuned(*roots), self._rounding, sensitivity):
+                    return f"{name}{wrong} ({kind})"
+        return None
+
+    def _special(self) -> list[str]:
+        """Returns kinds of special operands on which the results must agree.
+
+        A kernel may compute float16 in float32, and then overflows later. Where an operation excludes infinities, as
+        attention does, a softmax of large logits would magnify their rounding.
+        """
+        if any(x.dtype == jnp.float16 for node in self._nodes for x in node.results):
+            return []
+        common = set.intersection(*(set(stage.problem.special()) for stage in self._region.stages))
+        return [kind for kind in VALUE_KINDS if kind in common and (kind != "large" or "inf" in common)]
+
+
+def _gradients_of(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns the gradients of results by floating-point arguments, for random cotangents."""
+
+    def gradients(*arrays: Any) -> list[Any]:
+        results, back = jax.vjp(run, *arrays)
+        found = back([_drawn(x, 100 + i) for i, x in enumerate(results)])
+        return [x for x in found if x.dtype != jax.dtypes.float0]
+
+    return gradients
+
+
+def _drawn(x: Any, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), x.shape, jnp.float32).astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------

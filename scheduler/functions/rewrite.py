@@ -50,8 +50,15 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
     def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
 
+    def by_xla(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
+        library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
+        return tuned_call(operation, problem, *operands, params=params, options=library)
+
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        return comparison.region_disagreement(region, calls, key=(platform, *options.values()))
+        # The schedule of a gradient is not selected before a gradient is computed.
+        stages = region.stages if not others and len(region.stages) == 1 else ()
+        differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
+        return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
 
     return Rewriter(unless, call, check, platform if others else None, last=others).rewrite(jaxpr)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from search_spaces import (
 )
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.recognise import Graph, Left, Node, Region, Stage, Value
+from search_spaces.recognise import Graph, Left, Node, Region, Value
 
 # Calls whose bodies are not searched together with the equations around them. The body of `jax.checkpoint` is computed
 # again on purpose; the rule of a `jax.custom_batching.custom_vmap` counts if the function is transformed later.
@@ -237,9 +238,8 @@ class Rewriter:
                 if isinstance(each, Left):
                     self._found.append(Found((), count, line, f"{operation.name}: {each.reason}"))
                     continue
-                stages = [(stage.operation or operation, stage) for stage in each.stages]
-                calls = tuple((of, stage.problem) for of, stage in stages)
-                tuned = [self._calling(of, stage) for of, stage in stages]
+                calls = tuple((stage.operation, stage.problem) for stage in each.stages)
+                tuned = [functools.partial(self._call, x.operation, x.problem, x.params) for x in each.stages]
                 reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
                 if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
                     reason = f"{operation.name}: {wrong}"
@@ -253,7 +253,7 @@ class Rewriter:
     def _candidates(self, operation: Operation[Any], graph: Graph, count: int) -> Sequence[Region | Left]:
         assert operation.regions is not None
         try:
-            return list(operation.regions(graph))
+            return [_of_operation(each, operation) for each in operation.regions(graph)]
         except Exception as error:  # equations of any kind: those of one operation are left, others are replaced
             self._found.append(Found((), count, None, f"{operation.name}: {_text(error)}"))
             return ()
@@ -272,9 +272,6 @@ class Rewriter:
             return f"its kernels failed: {_text(error)}"
         return None if wrong is None else f"its kernels disagree with its equations: {wrong}"
 
-    def _calling(self, operation: Operation[Any], stage: Stage) -> TunedCall:
-        return lambda *operands: self._call(operation, stage.problem, stage.params, *operands)
-
     def _with_bodies(self, node: Node, count: int) -> Any:
         """Returns the equation of a node with rewritten bodies; None if none changes."""
         changed: dict[int, Any] = {}
@@ -286,6 +283,14 @@ class Rewriter:
         if not changed:
             return None
         return equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
+
+
+def _of_operation(found: Region | Left, operation: Operation[Any]) -> Region | Left:
+    """Returns a region whose stages all name their operations."""
+    if isinstance(found, Left):
+        return found
+    stages = [dataclasses.replace(stage, operation=stage.operation or operation) for stage in found.stages]
+    return dataclasses.replace(found, stages=tuple(stages))
 
 
 def _circular(region: Region, made: Mapping[int, Sequence[Value]]) -> str | None:
