@@ -154,6 +154,9 @@ def _difference_text(name: str, right: Any, off: Any) -> str:
 # (operation, problem, params, operands) -> results of a tuned call.
 TunedCall = Callable[..., Any]
 
+# Squares of numbers about this power of 2 overflow float32 and bfloat16, and those of its reciprocal underflow.
+BEYOND = 80
+
 _checked: dict[Any, str | None] = {}
 
 
@@ -219,7 +222,7 @@ class _RegionComparison:
 
     def disagreement(self, versions: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> str | None:
         drawn = {str(seed): [_drawn(x, 10 * seed + i) for i, x in enumerate(self._region.roots)] for seed in (0, 1)}
-        special = {kind: with_special_values(drawn["0"], kind, integers=False) for kind in self._special()}
+        special = self._special(drawn["0"])
         for name, (plain, tuned) in versions.items():
             jitted, run = jax.jit(plain), jax.jit(tuned)
             for kind, roots in (drawn if name else drawn | special).items():
@@ -234,16 +237,25 @@ class _RegionComparison:
                     return f"{name}{wrong}" + ("" if kind in drawn else f", with operands that are {kind}")
         return None
 
-    def _special(self) -> list[str]:
-        """Returns kinds of special operands on which the results must agree.
+    def _special(self, drawn: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:
+        """Returns special operands on which the results must agree, by their descriptions.
 
         A kernel may compute float16 in float32, and then overflows later. Where an operation excludes infinities, as
         attention does, a softmax of large logits would magnify their rounding.
         """
-        if any(x.dtype == jnp.float16 for node in self._nodes for x in node.results):
-            return []
+        dtypes = {x.dtype for x in drawn} | {x.dtype for node in self._nodes for x in node.results}
+        if any(jnp.issubdtype(x, jnp.floating) and float(jnp.finfo(x).max) < 2.0**BEYOND for x in dtypes):
+            return {}
         common = set.intersection(*(set(stage.problem.special()) for stage in self._region.stages))
-        return [kind for kind in VALUE_KINDS if kind in common and (kind != "large" or "inf" in common)]
+        kinds = [kind for kind in VALUE_KINDS if kind in common and (kind != "large" or "inf" in common)]
+        found = {kind: list(with_special_values(drawn, kind, integers=False)) for kind in kinds}
+        if "inf" in common:
+            found |= {f"about 2^{power}": [_scaled(x, power) for x in drawn] for power in (-BEYOND, BEYOND)}
+        return found
+
+
+def _scaled(x: jax.Array, power: int) -> jax.Array:
+    return x * jnp.asarray(2.0**power, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _gradients_of(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
