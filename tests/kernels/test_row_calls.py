@@ -533,6 +533,14 @@ def test_the_time_of_xla_alone_says_little_of_a_function_in_which_xla_splits_the
     assert alone.floor_s == 0.0, "what XLA moves keeps it out of no search"
 
 
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -10, 10),))
+
+
 @pytest.mark.parametrize(
     ("function", "twice"),
     [
@@ -540,8 +548,9 @@ def test_the_time_of_xla_alone_says_little_of_a_function_in_which_xla_splits_the
         (lambda x: jax.nn.relu(x) * jnp.max(x), True),
         (lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), False),
         (lambda x: x * jax.lax.stop_gradient(x), False),
+        (lambda x: jnp.tanh(x) + clipped(x), False),
     ],
-    ids=["logsumexp", "relu", "straight through", "held"],
+    ids=["logsumexp", "relu", "straight through", "held", "differs for large cotangents only"],
 )
 def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores_them_raises(function, twice):
     x, tuned, plain = jax.random.normal(jax.random.key(0), (5, 64)), scheduler.rows(function), jax.vmap(function)
@@ -558,6 +567,18 @@ def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores
         return
     with pytest.raises(NotImplementedError, match="rules of its own"):
         second(tuned)
+
+
+def test_a_function_of_a_value_of_an_outer_trace_is_computed_by_xla():
+    x = jax.random.normal(jax.random.key(0), (6, 8))
+
+    def scaled(s, axis=-1):
+        return scheduler.rows(lambda x: x * s, axis=axis)(x)
+
+    close(jax.jit(scaled)(jnp.float32(3)), 3 * x)
+    close(jax.jit(functools.partial(scaled, axis=0))(jnp.arange(6.0)), x * jnp.arange(6.0)[:, None])
+    close(jax.vmap(scaled)(jnp.arange(3.0)), x * jnp.arange(3.0)[:, None, None])
+    close(jax.grad(lambda s: scaled(s).sum())(jnp.float32(3)), x.sum())
 
 
 @pytest.mark.parametrize(
