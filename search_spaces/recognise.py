@@ -145,7 +145,7 @@ def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
     return dict(zip(jaxpr.invars, node.inputs[1:], strict=True)) if node.name == "cond" else {}
 
 
-def _body(equation: Any) -> Any:
+def body(equation: Any) -> Any:
     """Returns the jaxpr that a call runs, with its constants; None if the equation is no call."""
     if equation.primitive.name not in _CALLS:
         return None
@@ -171,7 +171,7 @@ def _items(jaxpr: Any, known: dict[Any, Value], keeps: Callable[[Any], bool]) ->
     items: list[Node | Inlined] = []
     for equation in jaxpr.eqns:
         inputs = tuple(map(value_of, equation.invars))
-        closed = _body(equation)
+        closed = body(equation)
         if closed is not None and not keeps(equation):
             inner = fingerprint.opened_jaxpr(closed)
             within = constants(closed) | dict(zip(inner.invars, inputs, strict=True))

@@ -89,9 +89,9 @@ def rewrite(
     after differentiation, and needs no such change; use `rewrite` in libraries.
 
     Attention is a softmax between two products, with an optional scale, softcap, causal mask or window. Anything else
-    is left as it is: dropouts, biases, masks that depend on an argument, symbolic extents, derivative rules that are not
-    those of the equations. Each kind of attention and its gradients are compared once with the original equations, on
-    this device. `report` of the result lists what was found.
+    is left as it is: dropouts, biases, masks that depend on an argument, symbolic extents, derivative rules that may
+    not be those of the equations. Each kind of attention and its gradients are compared once with the original
+    equations, on this device. `report` of the result lists what was found.
 
     Args:
       fn: a function of pytrees. Leaves that are no arrays are constants.

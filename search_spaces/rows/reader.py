@@ -79,8 +79,6 @@ def _name_of_body(call: Any) -> str:
 
 
 def _constants(jaxpr: Any) -> dict[Any, Value]:
-    if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
-        raise NoProgram("reads a value of an outer trace: pass it as an argument")
     return {
         var: Value(np.shape(x), x.dtype if is_key(x) else np.asarray(x).dtype, literal=x)
         for var, x in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)

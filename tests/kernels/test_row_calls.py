@@ -569,18 +569,6 @@ def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores
         second(tuned)
 
 
-def test_a_function_of_a_value_of_an_outer_trace_is_computed_by_xla():
-    x = jax.random.normal(jax.random.key(0), (6, 8))
-
-    def scaled(s, axis=-1):
-        return scheduler.rows(lambda x: x * s, axis=axis)(x)
-
-    close(jax.jit(scaled)(jnp.float32(3)), 3 * x)
-    close(jax.jit(functools.partial(scaled, axis=0))(jnp.arange(6.0)), x * jnp.arange(6.0)[:, None])
-    close(jax.vmap(scaled)(jnp.arange(3.0)), x * jnp.arange(3.0)[:, None, None])
-    close(jax.grad(lambda s: scaled(s).sum())(jnp.float32(3)), x.sum())
-
-
 @pytest.mark.parametrize(
     ("operation", "columns", "passes"),
     [
