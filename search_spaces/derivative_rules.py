@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from search_spaces import lowering_compat
 from search_spaces.fingerprint import all_equations, held_jaxprs, opened_jaxpr
-from search_spaces.recognise import Node, Value, between, constants, graph, number
+from search_spaces.recognise import Inlined, Node, Value, between, constants, graph, number
 
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
@@ -27,24 +28,32 @@ class _Known(NamedTuple):
     Attributes:
       operands: how many operands its equation has.
       calls: from the number of axes of the first operand to functions, one of which has the rule.
-      at_ties: whether both are also equal where two arguments of a maximum are equal. There, JAX's derivative of the
-        maximum is 1/2.
+      selection: the same function, and the derivative of its equations is the rule at ties, too: there, JAX's
+        derivative of a maximum is 1/2. None if the rule is that of the equations everywhere.
     """
 
     operands: int
     calls: Callable[[int], Sequence[Callable[..., Any]]]
-    at_ties: bool = True
+    selection: Callable[[jax.Array], jax.Array] | None = None
 
 
 def _softmax(axis: int) -> Callable[..., Any]:
     return lambda x, _: jax.nn.softmax(x, axis)
 
 
+def _relu(x: jax.Array) -> jax.Array:
+    return lax.select(x <= 0, jnp.zeros_like(x), x)
+
+
+def _relu6(x: jax.Array) -> jax.Array:
+    return lax.select(x >= 6, jnp.full_like(x, 6), _relu(x))
+
+
 _KNOWN: Mapping[str, _Known] = {
     # max(x, 0) is x for x > 0 and 0 for x < 0: its derivative is 1 and 0. At 0 the rule gives 0.
-    "relu": _Known(1, lambda _: [jax.nn.relu], at_ties=False),
+    "relu": _Known(1, lambda _: [jax.nn.relu], _relu),
     # min(max(x, 0), 6): its derivative is 1 between 0 and 6, else 0. At 0 and 6 the rule gives 0.
-    "relu6": _Known(1, lambda _: [jax.nn.relu6], at_ties=False),
+    "relu6": _Known(1, lambda _: [jax.nn.relu6], _relu6),
     # out = log(e^x + e^y), and d out / dx = e^x / (e^x + e^y) = e^(x - out).
     "logaddexp": _Known(2, lambda _: [jnp.logaddexp, lambda x, _: jax.nn.softplus(x)]),
     # d log(1 - e^-x) / dx = e^-x / (1 - e^-x) = 1 / (e^x - 1).
@@ -64,7 +73,7 @@ def has_own_rule(equation: Any, *, at_ties: bool) -> bool:
         return False
     known = _KNOWN.get(_name_of(equation))
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-    if known is None or len(avals) != known.operands or (at_ties and not known.at_ties):
+    if known is None or len(avals) != known.operands or (at_ties and known.selection is not None):
         return True
     if not (_is_jvp(equation) and all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals)):
         return True
@@ -73,8 +82,20 @@ def has_own_rule(equation: Any, *, at_ties: bool) -> bool:
     return not any(_is_jvp(each) and _rule(each) == own for jaxpr in made for each in all_equations(jaxpr))
 
 
+def as_selection(call: Inlined) -> list[Node] | None:
+    """Returns equations of the same values and, at ties, of the derivative of a call's rule; None of any other call."""
+    equation = call.equation
+    known = _KNOWN.get(_name_of(equation)) if _is_jvp(equation) else None
+    if known is None or known.selection is None or has_own_rule(equation, at_ties=False):
+        return None
+    (x,) = call.inputs
+    jaxpr = jax.make_jaxpr(known.selection)(jax.ShapeDtypeStruct(x.shape, x.dtype)).jaxpr
+    *first, last = graph(jaxpr, dict(zip(jaxpr.invars, call.inputs, strict=True))).nodes
+    return [*first, Node(last.name, last.equation, last.inputs, list(call.results))]
+
+
 def has_own_rules(function: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Returns whether the derivative of a function may differ from that of its equations, except at ties.
+    """Returns whether the derivative of a function may differ from that of its equations, with those of `as_selection`.
 
     Raises:
       Exception: whatever the function raises.

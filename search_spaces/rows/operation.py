@@ -184,10 +184,7 @@ def _of_function(origin: Origin) -> Derivative | None:
 
 @functools.lru_cache(maxsize=1024)
 def _has_own_rules(origin: Origin) -> bool:
-    """Returns whether the gradient of a function may not be that of its equations, as of a straight-through estimator.
-
-    At ties the gradient's kernel has the function's rule, and only the second derivative that of its equations.
-    """
+    """Returns whether the gradient of a function may not be that of its program, as of a straight-through estimator."""
     function, arrays, _ = origin.traceable
     with jax.enable_x64(origin.x64):
         return derivative_rules.has_own_rules(function, arrays)
