@@ -154,8 +154,9 @@ def _difference_text(name: str, right: Any, off: Any) -> str:
 # (operation, problem, params, operands) -> results of a tuned call.
 TunedCall = Callable[..., Any]
 
-# Squares of numbers about this power of 2 overflow float32 and bfloat16, and those of its reciprocal underflow.
-BEYOND = 80
+# Random operands, with their seeds, and operands whose squares overflow or underflow float32 and bfloat16.
+DRAWS = {"random": 0, "other random": 1}
+SCALES = {"huge": 2.0**80, "minute": 2.0**-80}
 
 _checked: dict[Any, str | None] = {}
 
@@ -176,12 +177,8 @@ def region_disagreement(
     text = recognise.program_text(nodes, region.roots, region.results)
     kind = text, tuple(stage.problem for stage in region.stages), key, bool(differentiable)
     if kind not in _checked:
-        comparison = _RegionComparison(region, nodes)
-        versions = {"": (comparison.plain, comparison.tuned(calls))}
-        if differentiable:
-            run = comparison.tuned(differentiable)
-            versions["gradients: "] = _gradients_of(comparison.plain), _gradients_of(run)
-        _checked[kind] = _outside_of_traces(lambda: comparison.disagreement(versions))
+        found = _RegionComparison(region, nodes)
+        _checked[kind] = _outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
     return _checked[kind]
 
 
@@ -206,10 +203,10 @@ class _RegionComparison:
     def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
         return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
 
-    def plain(self, *roots: Any) -> list[Any]:
+    def _plain(self, *roots: Any) -> list[Any]:
         return self._evaluated(roots, self._region.results)
 
-    def tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
+    def _tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
         def run(*roots: Any) -> list[Any]:
             values = iter(self._evaluated(roots, self._region.inputs))
             handed_on, results = None, list[Any]()
@@ -220,42 +217,57 @@ class _RegionComparison:
 
         return run
 
-    def disagreement(self, versions: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> str | None:
-        drawn = {str(seed): [_drawn(x, 10 * seed + i) for i, x in enumerate(self._region.roots)] for seed in (0, 1)}
-        special = self._special(drawn["0"])
-        for name, (plain, tuned) in versions.items():
-            jitted, run = jax.jit(plain), jax.jit(tuned)
-            for kind, roots in (drawn if name else drawn | special).items():
+    def disagreement(self, calls: Sequence[TunedCall]) -> str | None:
+        return self._compared(self._plain, self._tuned(calls), (*DRAWS, *self._special()))
 
-                def moved(roots: Any = roots, jitted: Any = jitted) -> Any:
-                    return jitted(*(rounded_differently(x, i) for i, x in enumerate(roots)))
+    def of_gradients(self, calls: Sequence[TunedCall]) -> str | None:
+        if not calls:
+            return None
+        plain, tuned = _gradients_of(self._plain), _gradients_of(self._tuned(calls))
+        try:
+            wrong = self._compared(plain, tuned, tuple(DRAWS))
+        except jax.errors.JaxRuntimeError:  # the gradients of the equations need more memory than the values
+            return None
+        return None if wrong is None else f"gradients: {wrong}"
 
-                actual = run(*roots)
-                wrong = disagreement(jitted(*roots), actual, self._rounding, moved)
-                # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
-                if wrong and (kind in drawn or disagreement(plain(*roots), actual, self._rounding, moved)):
-                    return f"{name}{wrong}" + ("" if kind in drawn else f", with operands that are {kind}")
+    def _compared(self, plain: Callable[..., Any], tuned: Callable[..., Any], kinds: Sequence[str]) -> str | None:
+        jitted, run = jax.jit(plain), jax.jit(tuned)
+        for kind in kinds:
+            roots = self._operands(kind)
+
+            def moved(roots: Any = roots) -> Any:
+                return jitted(*(rounded_differently(x, i) for i, x in enumerate(roots)))
+
+            actual = run(*roots)
+            wrong = disagreement(jitted(*roots), actual, self._rounding, moved)
+            # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
+            if wrong and (kind in DRAWS or disagreement(plain(*roots), actual, self._rounding, moved)):
+                return f"{wrong} ({kind} operands)"
         return None
 
-    def _special(self, drawn: Sequence[jax.Array]) -> dict[str, list[jax.Array]]:
-        """Returns special operands on which the results must agree, by their descriptions.
+    def _operands(self, kind: str) -> Sequence[jax.Array]:
+        seed = DRAWS.get(kind, 0)
+        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._region.roots)]
+        if kind in SCALES:
+            return [_scaled(x, SCALES[kind]) for x in drawn]
+        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
+
+    def _special(self) -> Sequence[str]:
+        """Returns the kinds of special operands on which the results must agree.
 
         A kernel may compute float16 in float32, and then overflows later. Where an operation excludes infinities, as
         attention does, a softmax of large logits would magnify their rounding.
         """
-        dtypes = {x.dtype for x in drawn} | {x.dtype for node in self._nodes for x in node.results}
-        if any(jnp.issubdtype(x, jnp.floating) and float(jnp.finfo(x).max) < 2.0**BEYOND for x in dtypes):
-            return {}
+        dtypes = {x.dtype for x in (*self._region.roots, *(x for node in self._nodes for x in node.results))}
+        if any(jnp.issubdtype(x, jnp.floating) and float(jnp.finfo(x).max) < max(SCALES.values()) for x in dtypes):
+            return ()
         common = set.intersection(*(set(stage.problem.special()) for stage in self._region.stages))
-        kinds = [kind for kind in VALUE_KINDS if kind in common and (kind != "large" or "inf" in common)]
-        found = {kind: list(with_special_values(drawn, kind, integers=False)) for kind in kinds}
-        if "inf" in common:
-            found |= {f"about 2^{power}": [_scaled(x, power) for x in drawn] for power in (-BEYOND, BEYOND)}
-        return found
+        infinite = "inf" in common
+        return [kind for kind in VALUE_KINDS if kind in common and (infinite or kind != "large")] + [*SCALES] * infinite
 
 
-def _scaled(x: jax.Array, power: int) -> jax.Array:
-    return x * jnp.asarray(2.0**power, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x * jnp.asarray(factor, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _gradients_of(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -263,13 +275,13 @@ def _gradients_of(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
     def gradients(*arrays: Any) -> list[Any]:
         results, back = jax.vjp(run, *arrays)
-        found = back([_drawn(x, 100 + i) for i, x in enumerate(results)])
+        found = back([_normal(x, 100 + i) for i, x in enumerate(results)])
         return [x for x in found if x.dtype != jax.dtypes.float0]
 
     return gradients
 
 
-def _drawn(x: Any, seed: int) -> jax.Array:
+def _normal(x: Any, seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), x.shape, jnp.float32).astype(x.dtype)
 
 
