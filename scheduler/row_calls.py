@@ -372,8 +372,8 @@ def rows(
       TypeError: a parameter that takes any number of arguments, no array, or names in `scalars` that are no parameters
         or are the first; in calls also an argument that is no array, or a static argument that is not hashable.
       ValueError: in calls, a shape that does not fit the leading axes, such as a random key for all rows.
-      NotImplementedError: a second derivative, if the function has rules for the first that are not those of its
-        equations (a straight-through estimator).
+      NotImplementedError: a second derivative, if the function has rules for the first that may not be those of its
+        equations (`stop_gradient`, `jax.custom_jvp`). Those of `jax.nn` are: a softmax, `relu`.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     if function is None:

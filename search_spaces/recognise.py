@@ -19,7 +19,7 @@ from search_spaces.problem import Problem
 # A jaxpr as arrays and the equations that make them, with the bodies of calls inlined.
 
 # Equations that run their inner jaxpr once, on their own operands.
-CALLS = frozenset(
+_CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"}
 )
@@ -100,15 +100,19 @@ class Graph:
         return _flat(self.items)
 
 
-def graph(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({}), calls: frozenset[str] | None = None) -> Graph:
+def graph(
+    jaxpr: Any,
+    known: Mapping[Any, Value] = MappingProxyType({}),
+    keeps: Callable[[Any], bool] = lambda equation: False,
+) -> Graph:
     """Returns the graph of a jaxpr.
 
     Args:
       known: arrays of its arguments, as far as they are known.
-      calls: names of the primitives whose bodies are inlined; None inlines all `CALLS`.
+      keeps: whether a call stays one equation. The bodies of others are inlined.
     """
     values = dict(known)
-    items = _items(jaxpr, values, CALLS if calls is None else calls)
+    items = _items(jaxpr, values, keeps)
     for atom in (*jaxpr.invars, *jaxpr.outvars):
         if not isinstance(atom, core.Literal):
             values.setdefault(atom, _value(atom))
@@ -141,9 +145,9 @@ def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
     return dict(zip(jaxpr.invars, node.inputs[1:], strict=True)) if node.name == "cond" else {}
 
 
-def body(equation: Any, calls: frozenset[str] = CALLS) -> Any:
-    """Returns the jaxpr that a call runs, with its constants; None if the equation is no call of these primitives."""
-    if equation.primitive.name not in calls:
+def body(equation: Any) -> Any:
+    """Returns the jaxpr that a call runs, with its constants; None if the equation is no call."""
+    if equation.primitive.name not in _CALLS:
         return None
     held = list(fingerprint.held_jaxprs(equation))
     inner = fingerprint.opened_jaxpr(held[0]) if len(held) == 1 else None
@@ -156,7 +160,7 @@ def constants(jaxpr: Any) -> dict[Any, Value]:
     return {atom: Value(atom.aval.shape, atom.aval.dtype, literal=x) for atom, x in held}
 
 
-def _items(jaxpr: Any, known: dict[Any, Value], calls: frozenset[str]) -> list[Node | Inlined]:
+def _items(jaxpr: Any, known: dict[Any, Value], keeps: Callable[[Any], bool]) -> list[Node | Inlined]:
     def value_of(atom: Any) -> Value:
         if isinstance(atom, core.Literal):
             return _literal(atom)
@@ -167,11 +171,11 @@ def _items(jaxpr: Any, known: dict[Any, Value], calls: frozenset[str]) -> list[N
     items: list[Node | Inlined] = []
     for equation in jaxpr.eqns:
         inputs = tuple(map(value_of, equation.invars))
-        closed = body(equation, calls)
-        if closed is not None:
+        closed = body(equation)
+        if closed is not None and not keeps(equation):
             inner = fingerprint.opened_jaxpr(closed)
             within = constants(closed) | dict(zip(inner.invars, inputs, strict=True))
-            held = _items(inner, within, calls)
+            held = _items(inner, within, keeps)
             results = tuple(
                 _literal(atom) if isinstance(atom, core.Literal) else within.get(atom) or _value(atom)
                 for atom in inner.outvars
@@ -263,6 +267,10 @@ class Region:
     stages: tuple[Stage, ...]
     roots: tuple[Value, ...]
     shown: tuple[Node, ...]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return tuple(x for stage in self.stages for x in stage.inputs)
 
     @property
     def results(self) -> tuple[Value, ...]:

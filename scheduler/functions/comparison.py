@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 from search_spaces import recognise
+from search_spaces.checking import VALUE_KINDS, with_special_values
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Value
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------
 # Checks whether two runs of a function agree up to rounding.
@@ -146,65 +149,140 @@ def _difference_text(name: str, right: Any, off: Any) -> str:
 
 
 # ------------------------------------------------------------------------------
-# Compares a region with the tuned calls that replace it, on random inputs.
+# Compares a region with the tuned calls that replace it: two random draws, and special operands.
 
 # (operation, problem, params, operands) -> results of a tuned call.
 TunedCall = Callable[..., Any]
 
+# Random operands, with their seeds, and operands whose squares overflow or underflow float32 and bfloat16.
+DRAWS = {"random": 0, "other random": 1}
+SCALES = {"huge": 2.0**80, "minute": 2.0**-80}
+
 _checked: dict[Any, str | None] = {}
 
 
-def region_disagreement(region: Region, calls: Sequence[TunedCall], key: Any = None) -> str | None:
+def region_disagreement(
+    region: Region, calls: Sequence[TunedCall], key: Any = None, differentiable: Sequence[TunedCall] = ()
+) -> str | None:
     """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
 
-    Both are computed once for each kind of region on this device, for standard normal inputs of the same shapes.
+    Both are computed once for each kind of region on this device, for inputs of the same shapes.
 
     Args:
       key: what else the calls depend on, such as their schedules.
+      differentiable: calls whose gradients are compared with those of the equations, too. Other schedules than those of
+        `calls` may run them: this compares the meaning of gradients.
     """
-    inputs = tuple(x for stage in region.stages for x in stage.inputs)
-    nodes = recognise.equations_between((*inputs, *region.results), region.roots)
+    nodes = recognise.equations_between((*region.inputs, *region.results), region.roots)
     text = recognise.program_text(nodes, region.roots, region.results)
-    problems = [stage.problem for stage in region.stages]
-    if (kind := (text, tuple(problems), key)) not in _checked:
-        _checked[kind] = _region_disagreement(region, calls, nodes, inputs, rounding(problems))
+    kind = text, tuple(stage.problem for stage in region.stages), key, bool(differentiable)
+    if kind not in _checked:
+        found = _RegionComparison(region, nodes)
+        _checked[kind] = _outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
     return _checked[kind]
 
 
-def _region_disagreement(
-    region: Region, calls: Sequence[TunedCall], nodes: Sequence[Node], inputs: Sequence[Value], rounding: float
-) -> str | None:
-    roots = [id(x) for x in region.roots]
-
-    @jax.jit
-    def plain(*arrays: Any) -> list[Any]:
-        return recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), region.results)
-
-    @jax.jit
-    def tuned(*arrays: Any) -> list[Any]:
-        given = recognise.evaluate(nodes, dict(zip(roots, arrays, strict=True)), inputs)
-        values = iter(given)
-        handed_on, results = None, list[Any]()
-        for stage, call in zip(region.stages, calls, strict=True):
-            found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
-            results += found
-        return results
-
-    def compared() -> str | None:
-        arrays = [
-            jax.random.normal(jax.random.key(i), x.shape, jnp.float32).astype(x.dtype)
-            for i, x in enumerate(region.roots)
-        ]
-
-        def sensitivity() -> Any:
-            return plain(*(rounded_differently(x, i) for i, x in enumerate(arrays)))
-
-        return disagreement(plain(*arrays), tuned(*arrays), rounding, sensitivity)
-
+def _outside_of_traces(run: Callable[[], T]) -> T:
     if not isinstance(jnp.zeros(()), jax.core.Tracer):
-        return compared()
+        return run()
     with concurrent.futures.ThreadPoolExecutor(1) as outside:  # a trace belongs to its thread
-        return outside.submit(compared).result()
+        return outside.submit(run).result()
+
+
+class _RegionComparison:
+    """The equations of a region as functions of its roots.
+
+    Args:
+      nodes: the equations from the roots to the inputs and results, in order.
+    """
+
+    def __init__(self, region: Region, nodes: Sequence[Node]) -> None:
+        self._region, self._nodes = region, nodes
+        self._rounding = rounding(stage.problem for stage in region.stages)
+
+    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
+        return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
+
+    def _plain(self, *roots: Any) -> list[Any]:
+        return self._evaluated(roots, self._region.results)
+
+    def _tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
+        def run(*roots: Any) -> list[Any]:
+            values = iter(self._evaluated(roots, self._region.inputs))
+            handed_on, results = None, list[Any]()
+            for stage, call in zip(self._region.stages, calls, strict=True):
+                found, handed_on = stage.run(call, handed_on, *(next(values) for _ in stage.inputs))
+                results += found
+            return results
+
+        return run
+
+    def disagreement(self, calls: Sequence[TunedCall]) -> str | None:
+        return self._compared(self._plain, self._tuned(calls), (*DRAWS, *self._special()))
+
+    def of_gradients(self, calls: Sequence[TunedCall]) -> str | None:
+        if not calls:
+            return None
+        plain, tuned = _gradients_of(self._plain), _gradients_of(self._tuned(calls))
+        try:
+            wrong = self._compared(plain, tuned, tuple(DRAWS))
+        except jax.errors.JaxRuntimeError:  # the gradients of the equations need more memory than the values
+            return None
+        return None if wrong is None else f"gradients: {wrong}"
+
+    def _compared(self, plain: Callable[..., Any], tuned: Callable[..., Any], kinds: Sequence[str]) -> str | None:
+        jitted, run = jax.jit(plain), jax.jit(tuned)
+        for kind in kinds:
+            roots = self._operands(kind)
+
+            def moved(roots: Any = roots) -> Any:
+                return jitted(*(rounded_differently(x, i) for i, x in enumerate(roots)))
+
+            actual = run(*roots)
+            wrong = disagreement(jitted(*roots), actual, self._rounding, moved)
+            # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
+            if wrong and (kind in DRAWS or disagreement(plain(*roots), actual, self._rounding, moved)):
+                return f"{wrong} ({kind} operands)"
+        return None
+
+    def _operands(self, kind: str) -> Sequence[jax.Array]:
+        seed = DRAWS.get(kind, 0)
+        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._region.roots)]
+        if kind in SCALES:
+            return [_scaled(x, SCALES[kind]) for x in drawn]
+        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
+
+    def _special(self) -> Sequence[str]:
+        """Returns the kinds of special operands on which the results must agree.
+
+        A kernel may compute float16 in float32, and then overflows later. Where an operation excludes infinities, as
+        attention does, a softmax of large logits would magnify their rounding.
+        """
+        dtypes = {x.dtype for x in (*self._region.roots, *(x for node in self._nodes for x in node.results))}
+        if any(jnp.issubdtype(x, jnp.floating) and float(jnp.finfo(x).max) < max(SCALES.values()) for x in dtypes):
+            return ()
+        common = set.intersection(*(set(stage.problem.special()) for stage in self._region.stages))
+        infinite = "inf" in common
+        return [kind for kind in VALUE_KINDS if kind in common and (infinite or kind != "large")] + [*SCALES] * infinite
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x * jnp.asarray(factor, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _gradients_of(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns the gradients of results by floating-point arguments, for random cotangents."""
+
+    def gradients(*arrays: Any) -> list[Any]:
+        results, back = jax.vjp(run, *arrays)
+        found = back([_normal(x, 100 + i) for i, x in enumerate(results)])
+        return [x for x in found if x.dtype != jax.dtypes.float0]
+
+    return gradients
+
+
+def _normal(x: Any, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), x.shape, jnp.float32).astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------

@@ -50,8 +50,15 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
     def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
 
+    def by_xla(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
+        library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
+        return tuned_call(operation, problem, *operands, params=params, options=library)
+
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        return comparison.region_disagreement(region, calls, key=(platform, *options.values()))
+        # The schedule of a gradient is not selected before a gradient is computed.
+        stages = region.stages if not others and len(region.stages) == 1 else ()
+        differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
+        return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
 
     return Rewriter(unless, call, check, platform if others else None, last=others).rewrite(jaxpr)
 
@@ -82,8 +89,9 @@ def rewrite(
     after differentiation, and needs no such change; use `rewrite` in libraries.
 
     Attention is a softmax between two products, with an optional scale, softcap, causal mask or window. Anything else
-    is left as it is: dropouts, biases, masks that depend on an argument. Each kind of attention is compared once with
-    the original equations on random inputs, on this device. `report` of the result lists what was found.
+    is left as it is: dropouts, biases, masks that depend on an argument, symbolic extents, derivative rules that may
+    not be those of the equations. Each kind of attention and its gradients are compared once with the original
+    equations, on this device. `report` of the result lists what was found.
 
     Args:
       fn: a function of pytrees. Leaves that are no arrays are constants.

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-from jax.extend import core
-from jax.interpreters import partial_eval
-
+from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
 from scheduler.functions import equations
 from scheduler.functions.comparison import TunedCall
-from search_spaces import OPERATIONS, aligned, fingerprint, load, lowering_compat, recognise, remat, scatters
+from scheduler.functions.evaluation import Changes, Evaluation, Replacement, Scan, retraced
+from search_spaces import (
+    OPERATIONS,
+    aligned,
+    derivative_rules,
+    fingerprint,
+    load,
+    lowering_compat,
+    recognise,
+    remat,
+    scatters,
+)
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.recognise import CALLS, Graph, Inlined, Left, Node, Region, Stage, Value
-from search_spaces.remat import Recomputed
+from search_spaces.recognise import Graph, Left, Node, Region, Value
 
-# Calls whose bodies are searched together with the equations around them. Not `jax.checkpoint`: its body is computed
-# again on purpose.
-_INLINED = CALLS - {"checkpoint", "remat", "remat2"}
+# Calls whose bodies are not searched together with the equations around them. The body of `jax.checkpoint` is computed
+# again on purpose; the rule of a `jax.custom_batching.custom_vmap` counts if the function is transformed later.
+_CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+_WITH_RULES = _CHECKPOINTS | {"custom_vmap_call"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +106,8 @@ class Rewriter:
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
       check: ``check(region, calls)`` returns how the calls disagree with the equations of a region, or None.
       platform: for which other equations are changed, too; None leaves them as they are.
-      last: whether regions of operations with `regions_last` are replaced, too.
+      last: whether nothing transforms the result: operations with `regions_last` are used, too, and rules of
+        derivatives and batching are dropped with the equations that carry them.
     """
 
     def __init__(
@@ -114,7 +124,7 @@ class Rewriter:
         first = [operation for operation in operations if not operation.regions_last]
         rest = [operation for operation in operations if operation.regions_last and last]
         self._passes = [_Pass(first, True, platform), *([_Pass(rest, False, None)] if rest else [])]
-        self._pass = self._passes[0]
+        self._pass, self._last = self._passes[0], last
         self._found: list[Found] = []
         self._other_changes: dict[str, None] = {}
 
@@ -127,7 +137,7 @@ class Rewriter:
         return Rewritten(jaxpr, tuple(self._found), tuple(self._other_changes))
 
     def _rewritten(self, closed: Any, known: Mapping[Any, Value], count: int) -> Any:
-        graph = _graph(closed, known)
+        graph = self._graph(closed, known)
         changes = self._changes(graph, [*self._regions(graph, count)], count)
         if not changes:
             return closed
@@ -135,19 +145,29 @@ class Rewriter:
 
         def run(*args: Any) -> list[Any]:
             values = given | {id(x): each for x, each in zip(graph.inputs, args, strict=True)}
-            return _Evaluation(values, changes).run(graph)
+            return Evaluation(values, changes).run(graph)
 
-        return _retraced(run, closed)
+        return retraced(run, closed)
 
-    def _changes(self, graph: Graph, regions: Sequence[_Replacement], count: int) -> _Changes:
-        bodies, pairs = dict[int, Any](), dict[int, _Scan]()
+    def _graph(self, closed: Any, known: Mapping[Any, Value]) -> Graph:
+        jaxpr, constants = fingerprint.opened_jaxpr(closed), recognise.constants(closed)
+        return recognise.graph(jaxpr, {**constants, **known}, self._keeps)
+
+    def _keeps(self, call: Any) -> bool:
+        """Returns whether a call stays one equation, so that its rules stay."""
+        if self._last:
+            return call.primitive.name in _CHECKPOINTS
+        return call.primitive.name in _WITH_RULES or derivative_rules.has_own_rule(call, at_ties=True)
+
+    def _changes(self, graph: Graph, regions: Sequence[Replacement], count: int) -> Changes:
+        bodies, pairs = dict[int, Any](), dict[int, Scan]()
         for forward, backward in _pairs_of_scans(graph) if self._pass.in_pairs else ():
             pairs |= self._pair(forward, backward, graph, count)
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
         if self._pass.platform is None:
-            return _Changes(tuple(regions), bodies, pairs)
+            return Changes(tuple(regions), bodies, pairs)
         formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
         of_backward = remat.backward(graph.items, equations.is_backward)
         again = {id(each.value): each for each in remat.recomputed(graph, of_backward)}
@@ -158,7 +178,7 @@ class Rewriter:
             at = Found((), 1, lines[id(node)]).source
             self._other_changes[f"{text}, for {at}" if at else text] = None
         run = {id(node): each for node, (each, _) in formulas.items()}
-        return _Changes(tuple(regions), bodies, pairs, run, again, of_backward)
+        return Changes(tuple(regions), bodies, pairs, run, again, of_backward)
 
     def _formula(self, node: Node) -> tuple[Callable[..., list[Any]], str] | None:
         """Returns a faster way to compute an equation, and its description; None if there is none."""
@@ -168,20 +188,20 @@ class Rewriter:
             return found, aligned.text_of(node)
         return None
 
-    def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, _Scan]:
+    def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
 
         The backward body reads arrays that the forward body saves. Regions are therefore found in both bodies together.
         What the tuned calls of the forward pass hand on is saved instead.
         """
         of_forward, of_backward = (node.params["jaxpr"] for node in (forward, backward))
-        first = _graph(of_forward, recognise.arguments(forward, fingerprint.opened_jaxpr(of_forward)))
+        first = self._graph(of_forward, recognise.arguments(forward, fingerprint.opened_jaxpr(of_forward)))
         opened = fingerprint.opened_jaxpr(of_backward)
         saved = dict(zip(map(id, forward.results), first.results, strict=True))
         known = {
             x: saved[id(given)] for x, given in zip(opened.invars, backward.inputs, strict=True) if id(given) in saved
         }
-        second = _graph(of_backward, recognise.arguments(backward, opened) | known)
+        second = self._graph(of_backward, recognise.arguments(backward, opened) | known)
         used_elsewhere = {id(x) for x in outer.results} | {
             id(x) for node in outer.nodes if node is not backward for x in node.inputs
         }
@@ -203,33 +223,54 @@ class Rewriter:
         handed = [
             each for each in regions if any(x.node is not None and id(x.node) in own for x in each.region.results)
         ]
-        found = dict[int, _Scan]()
+        found = dict[int, Scan]()
         for node, graph, closed in ((forward, first, of_forward), (backward, second, of_backward)):
             changes = self._changes(graph, regions, times)
             if changes:
-                found[id(node)] = _Scan(graph, changes, _constants(closed, graph), tuple(handed), node is forward)
+                found[id(node)] = Scan(graph, changes, _constants(closed, graph), tuple(handed), node is forward)
         return found if regions else {}
 
-    def _regions(self, graph: Graph, count: int) -> Iterator[_Replacement]:
+    def _regions(self, graph: Graph, count: int) -> Iterator[Replacement]:
+        made = dict[int, tuple[Value, ...]]()  # what the results of regions are computed from, by their ``id``
         for operation in self._pass.operations:
-            assert operation.regions is not None
-            for each in operation.regions(graph):
+            for each in self._candidates(operation, graph, count):
                 line = equations.line_of(each.shown[0].equation if isinstance(each, Region) else each.shown.equation)
                 if isinstance(each, Left):
                     self._found.append(Found((), count, line, f"{operation.name}: {each.reason}"))
                     continue
-                stages = [(stage.operation or operation, stage) for stage in each.stages]
-                calls = tuple((of, stage.problem) for of, stage in stages)
-                reason = next((why for of, problem in calls if (why := self._unless(of, problem))), None)
-                tuned = [self._calling(of, stage) for of, stage in stages]
-                if reason is None and (wrong := self._check(each, tuned)):
-                    reason = f"{operation.name}: its kernels disagree with its equations: {wrong}"
-                self._found.append(Found(calls, count, line, reason or ""))
-                if reason is None:
-                    yield _Replacement(each, tuned)
+                calls = tuple((stage.operation, stage.problem) for stage in each.stages)
+                tuned = [functools.partial(self._call, x.operation, x.problem, x.params) for x in each.stages]
+                reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
+                if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
+                    reason = f"{operation.name}: {wrong}"
+                self._found.append(Found(calls, count, line, reason))
+                if not reason:
+                    for number, stage in enumerate(each.stages):
+                        inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)
+                        made |= dict.fromkeys(map(id, stage.results), inputs)
+                    yield Replacement(each, tuned)
 
-    def _calling(self, operation: Operation[Any], stage: Stage) -> TunedCall:
-        return lambda *operands: self._call(operation, stage.problem, stage.params, *operands)
+    def _candidates(self, operation: Operation[Any], graph: Graph, count: int) -> Sequence[Region | Left]:
+        assert operation.regions is not None
+        try:
+            return [_of_operation(each, operation) for each in operation.regions(graph)]
+        except Exception as error:  # equations of any kind: those of one operation are left, others are replaced
+            self._found.append(Found((), count, None, f"{operation.name}: {_text(error)}"))
+            return ()
+
+    def _wrong(self, region: Region, calls: Sequence[TunedCall], graph: Graph) -> str | None:
+        """Returns why calls would not compute what a region computes, or not its derivative; None if they would."""
+        if not self._last and derivative_rules.held_arrays(
+            derivative_rules.nodes_between(graph.nodes, region.results, region.inputs), region.results
+        ):
+            return "a stop_gradient within it changes its gradients"
+        try:
+            wrong = self._check(region, calls)
+        except SchedulerError:
+            raise
+        except Exception as error:  # any error of a kernel, compiler or device
+            return f"its kernels failed: {_text(error)}"
+        return None if wrong is None else f"its kernels disagree with its equations: {wrong}"
 
     def _with_bodies(self, node: Node, count: int) -> Any:
         """Returns the equation of a node with rewritten bodies; None if none changes."""
@@ -244,8 +285,35 @@ class Rewriter:
         return equations.with_inside(node.equation, lambda body: changed.get(id(body), body))
 
 
-def _graph(closed: Any, known: Mapping[Any, Value]) -> Graph:
-    return recognise.graph(fingerprint.opened_jaxpr(closed), {**recognise.constants(closed), **known}, _INLINED)
+def _of_operation(found: Region | Left, operation: Operation[Any]) -> Region | Left:
+    """Returns a region whose stages all name their operations."""
+    if isinstance(found, Left):
+        return found
+    stages = [dataclasses.replace(stage, operation=stage.operation or operation) for stage in found.stages]
+    return dataclasses.replace(found, stages=tuple(stages))
+
+
+def _circular(region: Region, made: Mapping[int, Sequence[Value]]) -> str | None:
+    """Returns why a region cannot run if an input of a stage depends on what this stage or a later one computes.
+
+    Args:
+      made: what the results of other regions are computed from, by their ``id``.
+    """
+    for number, stage in enumerate(region.stages):
+        own = {id(x) for each in region.stages[number:] for x in each.results}
+        left, seen = list(stage.inputs), set[int]()
+        while left:
+            value = left.pop()
+            if id(value) in own:
+                return "an operand is computed from its result"
+            if id(value) not in seen:
+                seen.add(id(value))
+                left += made.get(id(value), () if value.node is None else value.node.inputs)
+    return None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _constants(closed: Any, graph: Graph) -> dict[int, Any]:
@@ -271,221 +339,6 @@ def _pairs_of_scans(graph: Graph) -> Iterator[tuple[Node, Node]]:
         ]
         if len(readers) == 1:
             yield node, readers[0]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Replacement:
-    region: Region
-    calls: Sequence[TunedCall]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Changes:
-    """What changes in a graph.
-
-    Attributes:
-      bodies: equations with rewritten bodies, by the ``id`` of their nodes.
-      scans: replaced scans, by the ``id`` of their nodes.
-      formulas: functions that compute equations otherwise, by the ``id`` of their nodes.
-      recomputed: arrays that the backward pass computes again, by the ``id`` of their values.
-      of_backward: the ``id`` of each equation and call of the backward pass.
-    """
-
-    regions: tuple[_Replacement, ...]
-    bodies: Mapping[int, Any]
-    scans: Mapping[int, _Scan]
-    formulas: Mapping[int, Callable[..., list[Any]]] = dataclasses.field(default_factory=dict)
-    recomputed: Mapping[int, Recomputed] = dataclasses.field(default_factory=dict)
-    of_backward: Set[int] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.regions or self.bodies or self.scans or self.formulas or self.recomputed)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Scan:
-    """A scan whose body is part of a pair.
-
-    Attributes:
-      handed: the regions that the forward body begins and the backward body ends.
-      first: whether this is the scan of the forward pass.
-    """
-
-    graph: Graph
-    changes: _Changes
-    constants: Mapping[int, Any]
-    handed: tuple[_Replacement, ...]
-    first: bool
-
-
-class _Evaluation:
-    """Evaluates a graph with changes.
-
-    Args:
-      given: the arguments and constants, by the ``id`` of their values.
-      handed_on: what stages that ran elsewhere hand on, by their regions.
-    """
-
-    def __init__(
-        self, given: Mapping[int, Any], changes: _Changes, handed_on: Mapping[tuple[int, int], Any] | None = None
-    ) -> None:
-        self._values, self._changes = dict(given), changes
-        self._stage_of = {
-            id(x): (each, i)
-            for each in changes.regions
-            for i, stage in enumerate(each.region.stages)
-            for x in stage.results
-        }
-        self._handed_on = dict(handed_on or {})
-        # Between the two scans of a pair: what the forward scan saves, by its regions.
-        self._saved: dict[int, Any] = {}
-        # Calls are opened only where a part of their bodies is needed.
-        self._needed = {id(x) for each in changes.regions for x in each.region.results}
-        self._needed |= {id(x) for each in changes.regions for stage in each.region.stages for x in stage.inputs}
-        self._needed |= {id(x) for each in changes.recomputed.values() for x in (each.root, *each.small)}
-        # What the backward pass computes again, the roots, and their copies, by the ``id`` of their values.
-        self._again = {id(x) for each in changes.recomputed.values() for x in (each.value, each.root)}
-        self._copies: dict[int, Any] = {}
-
-    def run(self, graph: Graph) -> list[Any]:
-        """Returns the results of the graph."""
-        self._run(graph.items)
-        return [self._read(x) for x in graph.results]
-
-    def _read(self, x: Value) -> Any:
-        return self._values.get(id(x), x.literal)
-
-    def _read_again(self, x: Value) -> Any:
-        """Returns an array for the backward pass: a root behind a barrier, and what is computed again from it."""
-        if id(x) in self._copies or id(x) not in self._again:
-            return self._copies.get(id(x), self._read(x))
-        if (again := self._changes.recomputed.get(id(x))) is None:  # without a barrier, XLA would merge equal equations
-            found = jax.lax.optimization_barrier(self._read(x))
-        else:
-            given = {id(each): self._read(each) for each in again.small} | {
-                id(again.root): self._read_again(again.root)
-            }
-            (found,) = recognise.evaluate(again.nodes, given, [x])
-        self._copies[id(x)] = found
-        return found
-
-    def _run(self, items: Sequence[Node | Inlined]) -> None:
-        waiting = list(self._opened(items))
-        while waiting:  # a region waits for the last of its inputs, and others for its results
-            later = [item for item in waiting if not self._run_item(item)]
-            waiting = later if len(later) < len(waiting) else self._unlocked(later)
-
-    def _unlocked(self, items: Sequence[Node | Inlined]) -> list[Node | Inlined]:
-        """Returns the items that wait for each other, without what can be computed otherwise.
-
-        A call may have results that do not need all of its inputs. If a region is not replaced, its equations may need
-        a result of another region that needs a result of the first; the equations of the second compute it, too.
-        """
-        if any(isinstance(item, Inlined) for item in items):
-            return [each for item in items for each in (item.items if isinstance(item, Inlined) else (item,))]
-        ready = next(item for item in items if all(map(self._is_known, item.inputs)))
-        self._evaluate(ready)
-        return [item for item in items if item is not ready]
-
-    def _opened(self, items: Sequence[Node | Inlined]) -> Iterator[Node | Inlined]:
-        for item in items:
-            if isinstance(item, Inlined) and self._is_opened(item):
-                yield from self._opened(item.items)
-            else:
-                yield item
-
-    def _run_item(self, item: Node | Inlined) -> bool:
-        """Computes the results of an item; returns False if not all of its inputs are known yet."""
-        if isinstance(item, Node) and any(id(x) in self._stage_of for x in item.results):
-            (result,) = item.results
-            replacement, number = self._stage_of[id(result)]
-            if not all(map(self._is_known, replacement.region.stages[number].inputs)):
-                return False
-            self.run_stage(replacement, number)
-        elif not all(map(self._is_known, item.inputs)):
-            return False
-        else:
-            self._evaluate(item)
-        return True
-
-    def _evaluate(self, item: Node | Inlined) -> None:
-        found = self._evaluated(item)
-        self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
-
-    def _is_known(self, x: Value) -> bool:
-        return id(x) in self._values or x.literal is not None
-
-    def _evaluated(self, item: Node | Inlined) -> list[Any]:
-        read = self._read_again if id(item) in self._changes.of_backward else self._read
-        inputs = [read(x) for x in item.inputs]
-        if (scan := self._changes.scans.get(id(item))) is not None and isinstance(item, Node):
-            return self._scanned(item, scan, inputs)
-        if formula := self._changes.formulas.get(id(item)):
-            with lowering_compat.source_of(item.equation), item.equation.ctx.manager:
-                return formula(*inputs)
-        return lowering_compat.evaluate_equation(self._changes.bodies.get(id(item), item.equation), *inputs)
-
-    def _is_opened(self, item: Inlined) -> bool:
-        return any(
-            self._is_opened(each)
-            if isinstance(each, Inlined)
-            else id(each) in self._changes.bodies
-            or id(each) in self._changes.scans
-            or id(each) in self._changes.formulas
-            or any(id(x) in self._needed for x in each.results)
-            for each in item.items
-        )
-
-    def run_stage(self, replacement: _Replacement, number: int) -> Any:
-        """Computes the results of a stage, after those of the stages before; returns what the stage hands on."""
-        key = id(replacement), number
-        if key not in self._handed_on:
-            before = self.run_stage(replacement, number - 1) if number else None
-            stage = replacement.region.stages[number]
-            with lowering_compat.source_of(replacement.region.shown[0].equation):
-                results, self._handed_on[key] = stage.run(
-                    replacement.calls[number], before, *map(self._read, stage.inputs)
-                )
-            self._values.update((id(x), each) for x, each in zip(stage.results, results, strict=True))
-        return self._handed_on[key]
-
-    def _scanned(self, node: Node, scan: _Scan, inputs: Sequence[Any]) -> list[Any]:
-        params = node.params
-        constants, carried = lowering_compat.scan_inputs(params)
-        held = inputs[:constants]
-        xs = tuple(inputs[constants + carried :])
-        saved = () if scan.first else tuple(self._saved[id(each)] for each in scan.handed)
-
-        def body(carry: Sequence[Any], sliced: Any) -> tuple[list[Any], Any]:
-            own, handed = sliced
-            given = dict(zip(map(id, scan.graph.inputs), (*held, *carry, *own), strict=True)) | dict(scan.constants)
-            keys = [(id(each), 0) for each in scan.handed]
-            evaluation = _Evaluation(given, scan.changes, dict(zip(keys, handed, strict=False)))
-            results = evaluation.run(scan.graph)
-            handed_on = [evaluation.run_stage(each, 0) for each in scan.handed] if scan.first else []
-            return results[:carried], (results[carried:], handed_on)
-
-        how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
-        carry, (ys, handed_on) = jax.lax.scan(body, inputs[constants : constants + carried], (xs, saved), **how)
-        if scan.first:
-            self._saved |= {id(each): x for each, x in zip(scan.handed, handed_on, strict=True)}
-        return [*carry, *ys]
-
-
-def _retraced(run: Callable[..., list[Any]], closed: Any) -> Any:
-    """Returns the closed jaxpr of `run`, with arguments and results as in `closed` and without dead equations."""
-    before = fingerprint.opened_jaxpr(closed)
-    avals = [_struct(atom.aval) for atom in before.invars]
-    after = jax.make_jaxpr(run)(*avals)
-    opened = fingerprint.opened_jaxpr(after)
-    live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
-    kinds = [[(_struct(x.aval).shape, _struct(x.aval).dtype) for x in jaxpr.outvars] for jaxpr in (before, live)]
-    assert kinds[0] == kinds[1], kinds
-    return core.ClosedJaxpr(live, after.consts)
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _without_constants(closed: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from search_spaces.recognise import Node, Unknown, Value, equations_between, evaluate, number, program_text, source
 
-# A constant of at most this value masks a logit.
+# A constant of at most this value masks a logit, if no scale follows.
 MASKED = -1e4
 # Masks with more elements are not evaluated.
 LARGEST = 2**28
@@ -63,8 +63,8 @@ def band(which: Value, keeps: bool, axes: Sequence[str | None]) -> Band:
     return _evaluated(base, keeps, along) if found is None else found
 
 
-def bias_band(bias: Value, axes: Sequence[str | None]) -> Band:
-    """Returns the band of keys where an added bias is zero, if it masks all others.
+def bias_band(bias: Value, axes: Sequence[str | None], masked: float) -> Band:
+    """Returns the band of keys where an added bias is zero, if all others are at most `masked`.
 
     Raises:
       Unknown: the bias has other values, or depends on an argument of the program.
@@ -73,14 +73,14 @@ def bias_band(bias: Value, axes: Sequence[str | None]) -> Band:
     along = [None if at is None else axes[at] for at in where]
     if (node := base.by("select_n")) is not None and len(node.inputs) == 3:
         no, yes = map(constant, node.inputs[1:])
-        if _is_zero(yes) and _is_masked(no):
+        if _is_zero(yes) and _is_masked(no, masked):
             return band(node.inputs[0], True, along)
-        if _is_zero(no) and _is_masked(yes):
+        if _is_zero(no) and _is_masked(yes, masked):
             return band(node.inputs[0], False, along)
     values = constant(base)
     if values is None:
         raise Unknown("a bias is added to its logits")
-    if not np.all((values == 0) | (values <= MASKED)):
+    if not np.all((values == 0) | (values <= masked)):
         raise Unknown("a bias with other values than 0 and those of a mask is added to its logits")
     return _band_of(values == 0, along)
 
@@ -89,8 +89,8 @@ def _is_zero(values: Any) -> bool:
     return values is not None and bool(np.all(values == 0))
 
 
-def _is_masked(values: Any) -> bool:
-    return values is not None and bool(np.all(values <= MASKED))
+def _is_masked(values: Any, masked: float) -> bool:
+    return values is not None and bool(np.all(values <= masked))
 
 
 def _compared(base: Value, keeps: bool, axes: Sequence[str | None]) -> Band | None:

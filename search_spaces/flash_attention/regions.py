@@ -195,6 +195,8 @@ def _attention(exp: Node) -> Attention | Left | None:
     logits = logits_of(exp.inputs[0])
     if logits is None:
         return None
+    if not all(isinstance(n, int) for x in (*logits.product.inputs, *exp.results) for n in x.shape):
+        return Left("an array has symbols for extents", logits.product)
     labels = Labels(logits.product)
     softmax = softmax_of(exp, labels)
     if softmax is None:
@@ -247,8 +249,8 @@ def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence
     free = [axis for axis in q.axes if axis not in k.axes and axis[1] != FEATURES]
     if [axis for axis in k.axes if axis not in (*batch_axes, key) and axis[1] != FEATURES]:
         raise Unknown("keys have several axes")
-    scale, softcap = _scaling(logits, of_q * of_k)
-    query, seen = _query(logits, labels, _candidates(product, 1 - k_side, free), key)
+    scale, softcap, least = _scaling(logits, of_q * of_k)
+    query, seen = _query(logits, labels, _candidates(product, 1 - k_side, free), key, MASKED / least)
     group = tuple(axis for axis in free if axis != query)
     roles = roles_of(softmax, products, key, {*free})
     of_logits = gradient_product(roles, product)
@@ -349,22 +351,30 @@ def _is_narrow(value: Value, other: Value) -> bool:
     return is_widened(_narrowest(value).dtype, _narrowest(other).dtype)
 
 
-def _scaling(logits: Logits, factor_of_operands: float) -> tuple[float, float | None]:
-    """Returns the scale and the softcap of the logits."""
-    scale, cap = factor_of_operands, None
+def _scaling(logits: Logits, factor_of_operands: float) -> tuple[float, float | None, float]:
+    """Returns the scale and the softcap of the logits, and the least factor of what masks hide."""
+    scale, cap, after_mask = factor_of_operands, None, None
     for node in reversed(logits.steps):
         if node.name == "tanh":
             if cap is not None:
                 raise Unknown("it caps logits twice")
+            if after_mask is not None:
+                raise Unknown("it caps masked logits: hidden keys have a weight, too")
             cap = scale
+        elif node.name in ("select_n", "add"):
+            after_mask = 1.0 if after_mask is None else after_mask
         elif node.name in ("mul", "div"):
             factor = next((each for x in node.inputs if (each := _scalar(x)) is not None), None)
             if factor is None or (node.name == "div" and _scalar(node.inputs[1]) is None):
                 raise Unknown("its logits are scaled by an array")
-            scale *= factor if node.name == "mul" else 1 / factor
+            factor = factor if node.name == "mul" else 1 / factor
+            scale *= factor
+            if after_mask is not None and not factor > 0:
+                raise Unknown("its masked logits change their sign")
+            after_mask = None if after_mask is None else after_mask * min(factor, 1.0)
     if not scale > 0:
         raise Unknown("its scale is not positive")
-    return scale, None if cap is None else scale / cap
+    return scale, None if cap is None else abs(scale / cap), after_mask or 1.0
 
 
 def _scalar(value: Value) -> float | None:
@@ -394,25 +404,29 @@ def _candidates(product: Node, q_side: int, free: Sequence[Axis]) -> list[Axis]:
     return by_length or [(1, NO_AXIS)]
 
 
-def _query(logits: Logits, labels: Labels, candidates: Sequence[Axis], key: Axis) -> tuple[Axis, Band]:
-    """Returns the axis of queries, and the keys that each query sees: the first candidate that the masks allow."""
+def _query(logits: Logits, labels: Labels, candidates: Sequence[Axis], key: Axis, masked: float) -> tuple[Axis, Band]:
+    """Returns the axis of queries, and the keys that each query sees: the first candidate that the masks allow.
+
+    Args:
+      masked: a constant of at most this value masks a logit.
+    """
     error = None
     for query in candidates:
         try:
-            return query, functools.reduce(Band.__and__, _bands(logits, labels, query, key), Band())
+            return query, functools.reduce(Band.__and__, _bands(logits, labels, query, key, masked), Band())
         except Unknown as found:
             error = error or found
     assert error is not None
     raise error
 
 
-def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis) -> Iterator[Band]:
+def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis, masked: float) -> Iterator[Band]:
     names: dict[Axes, str] = {(query,): "query", (key,): "key"}
     steps = logits.steps[1:] if logits.steps and logits.steps[0].name == "sub" else logits.steps
     for node in steps:
         axes = [names.get(each) for each in labels.of(node.results[0]) or ()]
         if node.name == "select_n":
-            hidden = [(value := number(x)) is not None and value <= MASKED for x in node.inputs[1:]]
+            hidden = [(value := number(x)) is not None and value <= masked for x in node.inputs[1:]]
             if len(hidden) != 2 or hidden.count(True) != 1:
                 raise Unknown("its logits are selected by another rule than a mask")
             which = node.inputs[0]
@@ -421,7 +435,7 @@ def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis) -> Iterator[B
             bias = next((x for x in node.inputs if labels.of(x) is None), None)
             if bias is None or node.name == "sub":
                 raise Unknown("an array is added to its logits")
-            yield bias_band(bias, axes)
+            yield bias_band(bias, axes, masked)
 
 
 def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None]:

@@ -51,13 +51,6 @@ class Derivative:
     moving: tuple[int, ...]
     moved: tuple[tuple[int, int], ...]
 
-    def gradients(self, *arrays: jax.Array) -> list[jax.Array]:
-        """Returns the gradient of each moved operand at these arrays, for cotangents of ones."""
-        results = evaluate(self.forward, *arrays)
-        saved = [(arrays if x.kind == "operand" else results)[x.index] for x in self.saved]
-        found = evaluate(self.backward, *saved, *(jnp.ones_like(results[i]) for i in self.moving))
-        return [found[place] for _, place in self.moved]
-
 
 def differentiate(
     function: Callable[..., Any],

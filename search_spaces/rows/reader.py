@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from search_spaces.derivative_rules import as_selection
 from search_spaces.recognise import Inlined, Node, Value, graph
 from search_spaces.rows.builder import Builder, NoProgram, number_of
 from search_spaces.rows.elementwise import SAME_NAMES
@@ -63,12 +64,17 @@ _WHOLE = frozenset({"exp_neg_sq", "threefry2x32_13", "threefry2x32_20"})
 
 
 def _nodes(items: Iterable[Node | Inlined]) -> Iterator[Node]:
-    """Yields equations in order, with inlined calls replaced by their bodies unless their function is in `_WHOLE`."""
+    """Yields equations in order, with inlined calls replaced by their bodies.
+
+    Functions of `_WHOLE` stay one equation. Of `relu` the derivative is that of its rule, at ties, too.
+    """
     for item in items:
         if isinstance(item, Node):
             yield item
         elif (name := _name_of_body(item.equation)) in _WHOLE:
             yield Node(name, item.equation, item.inputs, list(item.results))
+        elif (selection := as_selection(item)) is not None:
+            yield from selection
         else:
             yield from _nodes(item.items)
 

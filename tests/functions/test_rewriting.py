@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,6 +89,26 @@ def _with(change_logits=lambda s: s, weights=softmax, change=lambda p: p):
     return attention
 
 
+def _causal(s, hidden=-1e30):
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, hidden)
+
+
+def _windowed(s):
+    return jnp.where(jnp.triu(jnp.ones(s.shape[-2:], bool), -3), s, -1e30)
+
+
+def _capped(s):
+    return 3 * jnp.tanh(s / 3)
+
+
+@jax.custom_vjp
+def tenth(x):
+    return x
+
+
+tenth.defvjp(lambda x: (x, None), lambda _, g: (g / 10,))
+
+
 def _off_by_one(s):
     e = jnp.exp(s - s.max(-1, keepdims=True))
     return e / (1 + e.sum(-1, keepdims=True))
@@ -107,6 +129,10 @@ LEFT_ALONE = {
     "a bias": _with(lambda s: s + jnp.linspace(0, 1, s.shape[-1])),
     "logits that are clipped": _with(lambda s: jnp.clip(s, -1, 1)),
     "logits that are cubed": _with(lambda s: s**3),
+    "a softcap after the mask": _with(lambda s: _capped(_causal(s))),
+    "a softcap after a mask that is added": _with(lambda s: _capped(s + _causal(jnp.zeros_like(s)))),
+    "masked logits that are scaled to nothing": _with(lambda s: _causal(s) * 1e-30),
+    "a mask that a scale weakens": _with(lambda s: _causal(s, -2e4) / 4),
     "the probabilities as a second result": lambda q, k, v: (
         _with()(q, k, v),
         softmax(jnp.einsum("bthd,bshd->bhts", q, k)),
@@ -274,6 +300,116 @@ def test_rewrite_is_a_function_that_jax_transforms():
     assert "128,128]" not in saved.split("pallas_call")[0]
     many = [jnp.stack([x, x]) for x in operands]
     _is_close([jax.vmap(loss)(*many)], [jax.vmap(tuned)(*many)])
+
+
+KEPT = {
+    "held logits": (_with(jax.lax.stop_gradient), False),
+    "held probabilities": (_with(change=jax.lax.stop_gradient), False),
+    "half of the logits is held": (_with(lambda s: (s + jax.lax.stop_gradient(s)) / 2), False),
+    "a held sum": (
+        _with(weights=lambda s: jnp.exp(s) / jax.lax.stop_gradient(jnp.exp(s).sum(-1, keepdims=True))),
+        False,
+    ),
+    "a rule of the logits": (_with(tenth), False),
+    "a rule of the probabilities": (_with(change=tenth), False),
+    "held keys": (lambda q, k, v: _with()(q, jax.lax.stop_gradient(k), v), True),
+    "a rule of the values": (lambda q, k, v: _with()(q, k, tenth(v)), True),
+    "a rule of the result": (lambda q, k, v: tenth(_with()(q, k, v)), True),
+    "relu, which has a rule at 0": (lambda q, k, v: _with()(jax.nn.relu(jnp.maximum(q, 0)), k, v), True),
+    "a softcap before a mask and a window": (_with(lambda s: _causal(_windowed(_capped(s)))), True),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rewrite_keeps_the_rules_of_derivatives(name):
+    function, found = KEPT[name]
+    operands, tuned = _qkv(shape=(1, 16, 2, 8)), scheduler.rewrite(function, backends="interpret")
+
+    def gradients(fn):
+        return jax.jit(jax.grad(lambda *args: (fn(*args) ** 2).sum(), (0, 1, 2)))(*operands)
+
+    _is_close(gradients(function), gradients(tuned))
+    assert ("flash_attention batch" in tuned.report()) is found
+
+
+def test_rewrite_keeps_the_rule_of_a_function_around_attention():
+    whole = jax.custom_vjp(_with())
+    whole.defvjp(lambda *args: (_with()(*args), args), lambda args, g: tuple(x * g.sum() for x in args))
+    operands, tuned = _qkv(shape=(1, 16, 2, 8)), scheduler.rewrite(whole, backends="interpret")
+    _is_close([whole(*operands)], [tuned(*operands)])
+    _is_close(*(jax.grad(lambda *args, fn=fn: fn(*args).sum(), (0, 1, 2))(*operands) for fn in (whole, tuned)))
+    assert "flash_attention batch" in tuned.report()
+
+
+def test_the_gradient_of_calls_is_compared_too():
+    def check(region, calls):
+        def held(*operands):
+            return jax.lax.stop_gradient(calls[0](*operands))
+
+        return comparison.region_disagreement(region, calls, "held", [held])
+
+    rewriter = Rewriter(lambda operation, problem: None, _by_library, check)
+    (found,) = rewriter.rewrite(jax.make_jaxpr(_with())(*_qkv())).found
+    assert "disagree with its equations: gradients: " in found.reason
+
+
+def test_regions_are_compared_on_special_operands():
+    def wrong_for_equal_elements(operation, problem, params, *operands):
+        results = _by_library(operation, problem, params, *operands)
+        return jax.tree.map(lambda x: jnp.where((operands[0] == 1.5).all(-1).any(), 2 * x, x), results)
+
+    rewriter = Rewriter(lambda operation, problem: None, wrong_for_equal_elements, comparison.region_disagreement)
+    (found,) = rewriter.rewrite(jax.make_jaxpr(_with(lambda s: s * 0.4))(*_qkv())).found
+    assert found.reason.endswith("(halves operands)")
+
+
+def slots(q, k, v):
+    """Queries compete for each key: probabilities sum to one along queries."""
+    return jax.nn.softmax(q @ k.swapaxes(-1, -2), axis=-2) @ v
+
+
+def test_operands_that_depend_on_the_result_are_no_region():
+    operands = _qkv(shape=(1, 2, 8, 8))
+    step = jax.grad(lambda *args: (slots(*args) ** 2).sum(), (0, 1, 2))
+    fast = scheduler.optimize(step, backends="interpret", keep="tuned")
+    _is_close(jax.jit(step)(*operands), fast(*operands))
+    (decision,) = fast.decisions
+    assert decision.kept == "tuned"
+    assert "flash_attention: an operand is computed from its result" in decision.left
+
+
+def test_an_error_of_one_region_leaves_the_others():
+    def call(operation, problem, params, *operands):
+        if problem.causal:
+            raise ValueError("no kernel\nof causal attention")
+        return _by_library(operation, problem, params, *operands)
+
+    rewriter = Rewriter(lambda operation, problem: None, call, comparison.region_disagreement)
+    found = rewriter.rewrite(jax.make_jaxpr(lambda *args: (_with(_causal)(*args), _with()(*args)))(*_qkv())).found
+    failed = "flash_attention: its kernels failed: ValueError: no kernel"
+    assert [each.reason for each in found] == [failed, ""]
+
+
+def test_an_error_of_one_operation_leaves_the_others(monkeypatch):
+    def broken(graph):
+        raise IndexError("no axis")
+
+    rewriter = Rewriter(lambda operation, problem: None, _by_library, lambda region, calls: None)
+    rewriter._passes = [
+        each._replace(operations=[dataclasses.replace(each.operations[0], regions=broken), *each.operations])
+        for each in rewriter._passes
+    ]
+    found = rewriter.rewrite(jax.make_jaxpr(_with())(*_qkv())).found
+    assert [each.reason for each in found] == ["flash_attention: IndexError: no axis", ""]
+
+
+def test_rewrite_leaves_symbolic_extents():
+    (batch,) = jax.export.symbolic_shape("batch")
+    spec = jax.ShapeDtypeStruct((batch, 16, 2, 8), jnp.float32)
+    tuned, operands = scheduler.rewrite(_with(), backends="interpret"), _qkv(shape=(3, 16, 2, 8))
+    exported = jax.export.export(jax.jit(jax.grad(lambda *args: tuned(*args).sum())))(spec, spec, spec)
+    _is_close([jax.grad(lambda *args: _with()(*args).sum())(*operands)], [exported.call(*operands)])
+    assert "an array has symbols for extents" in tuned.report()
 
 
 def test_rewrite_refuses_what_it_does_not_know():

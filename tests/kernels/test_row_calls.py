@@ -533,18 +533,28 @@ def test_the_time_of_xla_alone_says_little_of_a_function_in_which_xla_splits_the
     assert alone.floor_s == 0.0, "what XLA moves keeps it out of no search"
 
 
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -10, 10),))
+
+
 @pytest.mark.parametrize(
     ("function", "twice"),
     [
         (lambda x: jax.nn.logsumexp(x), True),
-        (lambda x: jax.nn.relu(x) * jnp.max(x), True),
+        (lambda x: jax.nn.relu(x) * jnp.max(x) + jax.nn.relu6(8 * x), True),
         (lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), False),
         (lambda x: x * jax.lax.stop_gradient(x), False),
+        (lambda x: jnp.tanh(x) + clipped(x), False),
     ],
-    ids=["logsumexp", "relu", "straight through", "held"],
+    ids=["logsumexp", "relu", "straight through", "held", "differs for large cotangents only"],
 )
 def test_rules_of_a_function_hold_for_its_gradient_and_a_second_one_that_ignores_them_raises(function, twice):
     x, tuned, plain = jax.random.normal(jax.random.key(0), (5, 64)), scheduler.rows(function), jax.vmap(function)
+    x = jnp.where(x > -0.5, x, 0)  # of equal arguments JAX halves the derivative of a maximum, but not that of relu
 
     def gradient(f):
         return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))
