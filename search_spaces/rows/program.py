@@ -421,7 +421,8 @@ def evaluate(
         dtype = jnp.dtype(real) if floating and (wide or not rounded) else jnp.dtype(result.dtype)
         shape = list(whole)
         shape[axis] = 1 if result.kind == "scalar" else program.columns
-        atoms = result.values if rounded or not floating else [before_rounding(program, x) for x in result.values]
+        # Without the rounding to the dtype of the result, and with any other that the function makes.
+        atoms = result.values if rounded else [before_rounding(program, x, result.dtype) for x in result.values]
         values = [x.value if isinstance(x, Number) else known[x] for x in atoms]
         parts = [jnp.broadcast_to(jnp.asarray(x), shape) for x in values]
         if result.kind == "scalar":
@@ -435,10 +436,11 @@ def evaluate(
     return tuple(map(finish, program.results))
 
 
-def before_rounding(program: Program, atom: Atom) -> Atom:
-    """Returns the value that this one is after rounding; the value itself if it is not rounded."""
+def before_rounding(program: Program, atom: Atom, dtype: str) -> Atom:
+    """Returns the value that this one is after rounding to a dtype; the value itself if it is not so rounded."""
     equation = program.equation(atom)
-    return equation.inputs[0] if equation is not None and equation.name == "round" else atom
+    rounded = equation is not None and equation.name == "round" and equation.params[0] == dtype
+    return equation.inputs[0] if equation is not None and rounded else atom
 
 
 def _reduce(name: str, x: jax.Array, axis: int) -> jax.Array:
