@@ -102,7 +102,7 @@ def differentiate(
         return [*whole, *back(list(cotangents))]
 
     cotangents = [found[i] for i in moving]
-    one_column = any(s.shape == (1,) for s, kind in zip(shapes, kinds, strict=True) if kind in ("row", "shared"))
+    one_column = any(s.shape == (1,) for s in found) and trace(function, shapes, kinds)[0].columns == 1
     of_rows = [bool(s.shape) and (s.size > 1 or one_column) for s in found]
     of_cotangents = ["shared" if i in summed else "row" if of_rows[i] else "scalar" for i in moving]
     of_all_rows = [kinds[i] == "shared" for i in moved]

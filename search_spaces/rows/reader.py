@@ -83,6 +83,8 @@ def _constants(jaxpr: Any) -> dict[Any, Value]:
 
 
 def _require_narrow(dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        raise NoProgram(f"has {dtype} arrays, whose arithmetic XLA does not wrap: convert to int8 first")
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise NoProgram(f"has {dtype} arrays, as random bits do")
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.dtype(dtype).itemsize > 4 or dtype == jnp.uint32:
@@ -180,7 +182,7 @@ class _Reader(Keys):
 
     def _read(self, node: Node) -> None:
         for result in node.results:
-            if getattr(result.dtype, "itemsize", 0) > 4 and not is_key(result) and not _unused(result):
+            if result.dtype != jnp.uint32 and not is_key(result) and not _unused(result):
                 _require_narrow(result.dtype)
         if node.name in _COPIES:
             for result, value in zip(node.results, node.inputs, strict=True):
