@@ -122,7 +122,9 @@ class Builder:
             # XLA's simplifier, too, makes A / constant, and A / broadcast(B), a product with the reciprocal.
             case ("div", [_, b]) if b is not None and b != 0 and math.isfinite(b):
                 return self.emit("mul", inputs[0], Number(float(1 / np.float32(b))))
-            case ("div", [None, None]) if self.columns > 1 and self.is_vector(inputs[0]) and not self.is_vector(inputs[1]):
+            case ("div", [None, None]) if (
+                self.columns > 1 and self.is_vector(inputs[0]) and not self.is_vector(inputs[1])
+            ):
                 return self.emit("mul", inputs[0], self.emit("div", Number(1.0), inputs[1]))
             case ("max", [_, b]) if b == -math.inf:  # exact: a maximum with NaN is NaN
                 return inputs[0]
@@ -176,7 +178,9 @@ class Builder:
         """Returns x of the square of x - mean(x)."""
         if (square := self.made_by(atom, "mul")) is None or square.inputs[0] != square.inputs[1]:
             return None
-        if (less := self.made_by(square.inputs[0], "sub")) is None or (mean := self.made_by(less.inputs[1], "mul")) is None:
+        if (less := self.made_by(square.inputs[0], "sub")) is None or (
+            mean := self.made_by(less.inputs[1], "mul")
+        ) is None:
             return None
         total, over = self.made_by(mean.inputs[0], "reduce_sum"), mean.inputs[1]
         is_mean = isinstance(over, Number) and over.value == float(np.float32(1) / np.float32(self.columns))

@@ -409,9 +409,13 @@ def evaluate(
         inputs = [np.dtype(x.dtype).type(x.value) if isinstance(x, Number) else known[x] for x in equation.inputs]
         if equation.name == "index":
             known[value] = shared(jnp.arange(program.columns, dtype=jnp.int32))
-        elif equation.name in REDUCTIONS:
+            continue
+        if equation.name in REDUCTIONS:
             known[value] = _reduce(equation.name, jnp.broadcast_to(inputs[0], whole), axis)
-        elif equation.name in OF_XLA:
+            continue
+        shape = jnp.broadcast_shapes(*map(jnp.shape, inputs))  # operations of `jax.lax` need equal shapes
+        inputs = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in inputs]
+        if equation.name in OF_XLA:
             known[value] = OF_XLA[equation.name](*inputs, *equation.params)
         else:
             known[value] = compute(equation, inputs)

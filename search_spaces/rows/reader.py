@@ -234,10 +234,8 @@ class _Reader(Keys):
         return self._array(traced.results[0])
 
     def _of_sums(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Returns a linear function of sums over segments as the sum of that function of each segment."""
-        numbers = [x for x in arrays if not x.summed and isinstance(x.blocks.reshape(-1)[0], Number)]
-        linear = name in ("add", "sub", "neg") if not numbers else name == "mul" or (name == "div" and arrays[0].summed)
-        if not linear or any(not x.summed for x in arrays if x not in numbers):
+        """Returns a sum of sums over segments as the sum of the sums of each segment, whose order nobody defines."""
+        if name not in ("add", "sub", "neg") or not all(x.summed for x in arrays):
             raise NoProgram("computes with a sum over segments")
         atoms = [x.blocks.reshape(-1)[0] for x in arrays]
         return Array(objects([self.make.emit(name, *atoms)], (1,)), vector=True, summed=True)
@@ -330,7 +328,16 @@ class _Reader(Keys):
         known = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
         if bits not in known:
             raise NoProgram(f"rounds to {bits[0]} bits of exponent and {bits[1]} of mantissa")
-        return self._map(lambda x: self.make.convert(x, "float32", known[bits]), self._array(node.inputs[0]))
+
+        def reduced(x: Atom) -> Atom:
+            rounded = self.make.convert(x, "float32", known[bits])
+            if bits != (5, 10):
+                return rounded
+            # The primitive has no subnormal numbers, and float16 has: they become zeros with their sign.
+            small = self.make.emit("lt", self.make.emit("abs", rounded), Number(2.0**-14))
+            return self.make.emit("where", small, self.make.emit("mul", rounded, Number(0.0)), rounded)
+
+        return self._map(reduced, self._array(node.inputs[0]))
 
     # ------------------------------------------------------------------------------
     # Reductions, and elements by their column.
@@ -406,7 +413,9 @@ class _Reader(Keys):
         column = make.emit("to_float", make.emit("index", dtype="int32"), dtype="float32")
         first = make.reduce("reduce_min", make.emit("where", is_it, column, Number(float(self.columns))))
         shape = () if self.segments is None else (1,)
-        return Array(objects([make.convert(first, "float32", node.results[0].dtype)], shape), vector=False, mapped=x.mapped)
+        return Array(
+            objects([make.convert(first, "float32", node.results[0].dtype)], shape), vector=False, mapped=x.mapped
+        )
 
     def _chosen(self, x: Array, index: Atom, otherwise: Callable[[Atom], Atom]) -> list[Atom]:
         """Returns, for each part of a row, the part with all but the element at `index` replaced."""
@@ -462,8 +471,7 @@ class _Reader(Keys):
         parts = []
         for part, atom in enumerate(x.blocks.reshape(-1).tolist()):
             here = self.make.emit("eq", self._column(part), index)
-            zero = Number(0.0, self.make.dtype(update))
-            parts.append(self.make.emit("add", atom, self.make.emit("where", here, update, zero)))
+            parts.append(self.make.emit("where", here, self.make.emit("add", atom, update), atom))
         return Array(objects(parts, x.blocks.shape), vector=True)
 
     def _dynamic_update_slice(self, node: Node) -> Array:
