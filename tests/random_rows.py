@@ -309,7 +309,7 @@ def wrong(seeds: Sequence[int], kernels: bool = False) -> Iterator[tuple[int, st
         if isinstance(program, str):
             yield one.seed, None
         else:
-            reasons = filter(None, (_differs(*each) for each in zip(*results, strict=True)))
+            reasons = filter(None, (differs(*each) for each in zip(*results, strict=True)))
             yield one.seed, next((f"{reason}: {one}" for reason in reasons), None)
 
 
@@ -325,7 +325,7 @@ def _by_kernel(one: RandomRow, arrays: Any) -> Any:
     return scheduler.rows(function, scalars=("scalar",))(*arrays, backends="interpret")
 
 
-def _differs(found: Any, plain: Any, wide: Any) -> str | None:
+def differs(found: Any, plain: Any, wide: Any) -> str | None:
     if found.dtype != plain.dtype or found.shape != plain.shape:
         return f"{found.dtype}{found.shape} instead of {plain.dtype}{plain.shape}"
     got, right, exact = (np.asarray(x).astype(np.float64) for x in (found, plain, wide))

@@ -126,6 +126,9 @@ class Builder:
                 self.columns > 1 and self.is_vector(inputs[0]) and not self.is_vector(inputs[1])
             ):
                 return self.emit("mul", inputs[0], self.emit("div", Number(1.0), inputs[1]))
+            # XLA's simplifier, too, makes a product with a converted truth value of its shape a select, also of NaN.
+            case ("mul", _) if (masked := self._masked(*inputs) or self._masked(*inputs[::-1])) is not None:
+                return self.emit("where", *masked, Number(0.0))
             case ("max", [_, b]) if b == -math.inf:  # exact: a maximum with NaN is NaN
                 return inputs[0]
             case ("min", [_, b]) if b == math.inf:
@@ -142,6 +145,11 @@ class Builder:
             case ("mul" | "add" | "max" | "min" | "and" | "or" | "xor", _) if _later(*inputs):
                 return self.emit(name, inputs[1], inputs[0])
         return None
+
+    def _masked(self, x: Atom, mask: Atom) -> tuple[Atom, Atom] | None:
+        """Returns a truth value and x if `mask` is that value as float32, and no broadcast to the shape of x."""
+        made = self.made_by(mask, "bool_to_float")
+        return (made.inputs[0], x) if made is not None and (made.vector or not self.is_vector(x)) else None
 
     # ------------------------------------------------------------------------------
     # Reductions of a vector to a scalar per row.
@@ -229,6 +237,8 @@ class Builder:
                 return self.emit("is_nonzero", atom)
             case ("int32", "float32"):
                 return self._rounded(self.emit("to_float", atom, dtype="float32"), after)
+            case ("bool", "float32") if after != "float32":
+                return self.emit("where", atom, Number(1.0), Number(0.0))
             case ("bool", "float32"):
                 return self.emit("bool_to_float", atom, dtype="float32")
             case ("bool", "int32"):
