@@ -22,6 +22,7 @@ from jax import lax
 
 import scheduler
 from search_spaces.rows.builder import NoProgram
+from search_spaces.rows.derivative import differentiate
 from search_spaces.rows.program import evaluate
 from search_spaces.rows.reader import trace
 
@@ -275,12 +276,8 @@ def wrong(seeds: Sequence[int], kernels: bool = False) -> Iterator[tuple[int, st
     kinds = ["row", "row", "shared", "scalar"]
     programs: list[Any] = []
     for one, arrays in zip(rows, args, strict=True):
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape[kind in ("row", "scalar") :], x.dtype)
-            for x, kind in zip(arrays, kinds, strict=True)
-        ]
         try:
-            programs.append(trace(lambda *a, one=one: one(*a), shapes, kinds)[0])
+            programs.append(trace(lambda *a, one=one: one(*a), _shapes(arrays, kinds), kinds)[0])
         except NoProgram as error:
             programs.append(str(error))
 
@@ -344,6 +341,38 @@ def differs(found: Any, plain: Any, wide: Any) -> str | None:
         return None
     place = tuple(int(i) for i in np.argwhere(~(same & signed))[0])
     return f"{got[place]} instead of {right[place]} ({exact[place]} in float64) at {place}"
+
+
+def wrong_gradients(seed: int) -> str | None:
+    """Returns what is wrong with the gradients of the first seed from here on that has floats."""
+    one = next(one for one in map(drawn, range(seed, seed + 100)) if one.dtype in FLOATS)
+    args, kinds = one.operands(), ["row", "row", "shared", "scalar"]
+
+    def gradients(*args: Any) -> Any:
+        def floats(*args: Any) -> Any:
+            return [x for x in over_rows(one)(*args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        results, back = jax.vjp(floats, *args)
+        return back([jnp.ones_like(x) for x in results])
+
+    derivative = differentiate(lambda *row: one(*row), _shapes(args, kinds), kinds)
+    found, plain = jax.jit(derivative.gradients)(*args), jax.jit(gradients)(*args)
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wide = gradients(*(jnp.asarray(np.asarray(x, np.float64)) for x in args))
+    for got, right, exact, kind in zip(found, plain, wide, kinds, strict=True):
+        # Rows are summed last: a derivative that is infinite for all rows times a cotangent of 0 for one is NaN.
+        if kind == "shared" and not np.isfinite(np.asarray(right, np.float32)).all():
+            continue
+        if (reason := differs(got.astype(right.dtype), right, exact)) is not None:
+            return f"gradient: {reason}: {one}"
+    return None
+
+
+def _shapes(arrays: Sequence[Any], kinds: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays of one row."""
+    pairs = zip(arrays, kinds, strict=True)
+    return [jax.ShapeDtypeStruct(x.shape[kind in ("row", "scalar") :], x.dtype) for x, kind in pairs]
 
 
 def in_batches(seed: int, count: int, kernels: bool = False, size: int = 20) -> Iterator[tuple[int, str | None]]:

@@ -95,7 +95,11 @@ def differentiate(
                 args[place] = x
             return list(jax.tree.leaves(function(*args)))
 
-        results, back = jax.vjp(lambda *some: [run(*some)[i] for i in moving], *(primals[i] for i in moved))
+        def moving_results(*some: Any) -> list[Any]:
+            every = run(*some)  # once: cotangents of several results are added before they are rounded
+            return [every[i] for i in moving]
+
+        results, back = jax.vjp(moving_results, *(primals[i] for i in moved))
         whole = run(*(primals[i] for i in moved))
         for place, x in zip(moving, results, strict=True):
             whole[place] = x

@@ -45,6 +45,13 @@ def tries(maker: Callable[..., Call], seed: int, count: int) -> Tried:
     return tried
 
 
+def row_gradients(seed: int, count: int) -> Tried:
+    tried = Tried()
+    for number in range(seed, seed + count):
+        tried.run(str(number), functools.partial(random_rows.wrong_gradients, number))
+    return tried
+
+
 def row_programs(kernels: bool, seed: int, count: int) -> Tried:
     tried = Tried()
     for number, reason in random_rows.in_batches(seed, count, kernels):
