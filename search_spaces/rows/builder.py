@@ -1,4 +1,9 @@
-"""Builds row programs: equations without repetition, and algebra that saves stages."""
+"""Builds row programs: equations without repetition, and simplifications that change no result.
+
+A simplification is allowed only if it is exact for every float (NaN, infinities, signed zeros, overflow, underflow), or
+if a proof of why it is harmless stands beside it. All others keep the form that the user wrote. The reference is
+`jax.jit` of the user's function, so a rewrite that XLA makes of every program is harmless, too.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +28,16 @@ _BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_nonzero"})
 
 
 class Builder:
-    """Equations of a program, each distinct one once, with algebra that saves stages and divisions."""
+    """Equations of a program, each distinct one once, simplified as the module allows."""
 
-    def __init__(
-        self, columns: int, operands: Sequence[Operand], *, hoists: bool = True, distributes: bool = False
-    ) -> None:
+    def __init__(self, columns: int, operands: Sequence[Operand], *, distributes: bool = False) -> None:
         """Makes a builder.
 
         Args:
-          hoists: take scalars out of sums.
-          distributes: sum terms separately if that saves a stage. Large terms that cancel then lose digits.
+          distributes: sum terms separately, and without their scalar factors, if that saves a stage. This may overflow,
+            and large terms that cancel lose digits: the caller proves that neither occurs.
         """
-        self.columns, self.operands, self.hoists, self.distributes = columns, tuple(operands), hoists, distributes
+        self.columns, self.operands, self.distributes = columns, tuple(operands), distributes
         self.inputs: list[Input] = []
         self.equations: list[Equation] = []
         self.known: dict[Any, int] = {}
@@ -109,59 +112,63 @@ class Builder:
         if inputs and None not in numbers and (folded := _folded(name, inputs)) is not None:
             return folded
         match name, numbers:
+            # Exact but for -0 + 0, of which XLA's algebraic simplifier makes -0 in the user's program, too.
             case ("add", [a, b]) if a == 0 or b == 0:
                 return inputs[1] if a == 0 else inputs[0]
             case ("sub", [_, b]) if b == 0:
                 return inputs[0]
-            case ("sub", [a, _]) if a == 0:
-                return self.emit("neg", inputs[1])
-            case ("mul", [a, b]) if 1 in (a, b):
+            case ("mul", [a, b]) if 1 in (a, b):  # exact
                 return inputs[1] if a == 1 else inputs[0]
-            case ("mul", [a, b]) if 0 in (a, b):
-                return Number(0, self.dtype(inputs[0]))
+            # XLA's simplifier, too, makes A / constant, and A / broadcast(B), a product with the reciprocal.
             case ("div", [_, b]) if b is not None and b != 0 and math.isfinite(b):
                 return self.emit("mul", inputs[0], Number(float(1 / np.float32(b))))
-            case ("div", [None, None]) if self.is_vector(inputs[0]) and not self.is_vector(inputs[1]):
+            case ("div", [None, None]) if (
+                self.columns > 1 and self.is_vector(inputs[0]) and not self.is_vector(inputs[1])
+            ):
                 return self.emit("mul", inputs[0], self.emit("div", Number(1.0), inputs[1]))
-            case ("max", [_, b]) if b == -math.inf:
+            # XLA's simplifier, too, makes a product with a converted truth value of its shape a select, also of NaN.
+            case ("mul", _) if (masked := self._masked(*inputs) or self._masked(*inputs[::-1])) is not None:
+                return self.emit("where", *masked, Number(0.0))
+            case ("max", [_, b]) if b == -math.inf:  # exact: a maximum with NaN is NaN
                 return inputs[0]
             case ("min", [_, b]) if b == math.inf:
                 return inputs[0]
-            case ("neg", _) if (inner := self.made_by(inputs[0], "neg")) is not None:
+            case ("neg", _) if (inner := self.made_by(inputs[0], "neg")) is not None:  # exact
                 return inner.inputs[0]
-            case ("shift_left" | "shift_right_logical", [_, b]) if b is not None and b >= 32:
+            case ("shift_left" | "shift_right_logical", [_, b]) if b is not None and b >= 32:  # as `jax.lax` defines it
                 return Number(0.0, "int32")
-            case ("where", [p, _, _]) if p is not None:
+            case ("where", [p, _, _]) if p is not None:  # exact, as is the next
                 return inputs[1] if p else inputs[2]
             case ("where", _) if inputs[1] == inputs[2]:
                 return inputs[1]
+            # Exact: IEEE 754 defines the signs of all zeros, and a maximum of 0 and -0 is 0 in either order.
             case ("mul" | "add" | "max" | "min" | "and" | "or" | "xor", _) if _later(*inputs):
                 return self.emit(name, inputs[1], inputs[0])
         return None
+
+    def _masked(self, x: Atom, mask: Atom) -> tuple[Atom, Atom] | None:
+        """Returns a truth value and x if `mask` is that value as float32, and no broadcast to the shape of x."""
+        made = self.made_by(mask, "bool_to_float")
+        return (made.inputs[0], x) if made is not None and (made.vector or not self.is_vector(x)) else None
 
     # ------------------------------------------------------------------------------
     # Reductions of a vector to a scalar per row.
 
     def reduce(self, name: str, atom: Atom) -> Atom:
         """Returns the reduction of a value along the row."""
-        if not self.is_vector(atom):
+        if not self.is_vector(atom):  # XLA's simplifier, too, makes a reduction of a broadcast a product
             return self.emit("mul", atom, Number(float(self.columns))) if name == "reduce_sum" else atom
-        if name == "reduce_sum" and self._is_centred(atom):
-            return Number(0.0)
-        if name == "reduce_sum" and self.hoists:
-            factors, rest = self._factors(atom)
-            if not self.is_vector(rest):  # a product of scalars and of nothing else
-                factors, rest = [], atom
-            # Only a scalar of a later stage is worth taking out: the reduction then needs no stage of its own.
-            if rest != atom and self.level(rest) < self.level(atom):
-                total = self.reduce(name, rest)
-                return functools.reduce(lambda x, y: self.emit("mul", x, y), factors, total)
         if name == "reduce_sum" and self.distributes and self.level(atom):
-            terms = list(self._terms(atom))
-            if len(terms) > 1 and all(self.level(self._factors(x)[1]) < self.level(atom) for _, x in terms):
-                sums = [
-                    self.reduce(name, x) if sign > 0 else self.emit("neg", self.reduce(name, x)) for sign, x in terms
-                ]
+            # Only scalars of a later stage are worth taking out: the reductions then need no stage of their own.
+            terms = [
+                (sign, *(self._factors(x) if self.level(x) == self.level(atom) else ([], x)))
+                for sign, x in self._terms(atom)
+            ]
+            if all(self.is_vector(rest) and self.level(rest) < self.level(atom) for _, _, rest in terms):
+                sums: list[Atom] = []
+                for sign, factors, rest in terms:
+                    total = functools.reduce(lambda x, y: self.emit("mul", x, y), factors, self.reduce(name, rest))
+                    sums.append(total if sign > 0 else self.emit("neg", total))
                 return functools.reduce(lambda x, y: self.emit("add", x, y), sums)
         return self.emit(name, atom)
 
@@ -175,22 +182,17 @@ class Builder:
         else:
             yield sign, atom
 
-    def _is_centred(self, atom: Atom) -> bool:
-        """Returns whether a value is x - mean(x), whose sum is zero."""
-        if (less := self.made_by(atom, "sub")) is None or (mean := self.made_by(less.inputs[1], "mul")) is None:
-            return False
-        total = self.made_by(mean.inputs[0], "reduce_sum")
-        over = mean.inputs[1]
-        is_mean = isinstance(over, Number) and over.value == float(np.float32(1) / np.float32(self.columns))
-        return is_mean and total is not None and total.inputs[0] == less.inputs[0]
-
     def centred_in_square(self, atom: Atom) -> Atom | None:
         """Returns x of the square of x - mean(x)."""
         if (square := self.made_by(atom, "mul")) is None or square.inputs[0] != square.inputs[1]:
             return None
-        centred = square.inputs[0]
-        less = self.made_by(centred, "sub") if self._is_centred(centred) else None
-        return less.inputs[0] if less is not None else None
+        if (less := self.made_by(square.inputs[0], "sub")) is None or (
+            mean := self.made_by(less.inputs[1], "mul")
+        ) is None:
+            return None
+        total, over = self.made_by(mean.inputs[0], "reduce_sum"), mean.inputs[1]
+        is_mean = isinstance(over, Number) and over.value == float(np.float32(1) / np.float32(self.columns))
+        return less.inputs[0] if is_mean and total is not None and total.inputs[0] == less.inputs[0] else None
 
     def _factors(self, atom: Atom) -> tuple[list[Atom], Atom]:
         """Returns the factors of a product that are scalars per row, and the product of the others."""
@@ -213,8 +215,7 @@ class Builder:
         if before == after or {before, after} == {"int32", "uint32"}:
             return atom
         if isinstance(atom, Number):
-            value = atom.value % 2**32 if before == "uint32" else atom.value
-            return number_of(np.asarray(value).astype(jnp.dtype(after)))
+            return _number_converted(atom, before, after)
         if "uint32" in (before, after) and (
             jnp.issubdtype(before, jnp.floating) or jnp.issubdtype(after, jnp.floating)
         ):
@@ -236,15 +237,30 @@ class Builder:
                 return self.emit("is_nonzero", atom)
             case ("int32", "float32"):
                 return self._rounded(self.emit("to_float", atom, dtype="float32"), after)
+            case ("bool", "float32") if after != "float32":
+                return self.emit("where", atom, Number(1.0), Number(0.0))
             case ("bool", "float32"):
                 return self.emit("bool_to_float", atom, dtype="float32")
             case ("bool", "int32"):
                 return self.emit("bool_to_int", atom, dtype="int32")
-        if jnp.iinfo(after).bits >= jnp.iinfo(before).bits and jnp.iinfo(after).bits <= 32:
+        held = jnp.iinfo(before), jnp.iinfo(after)
+        return atom if held[1].min <= held[0].min and held[0].max <= held[1].max else self.stored(atom, after)
+
+    def stored(self, atom: Atom, dtype: Any) -> Atom:
+        """Returns a result of arithmetic as `dtype` has it: integers wrap, and floats of 8 bits are rounded.
+
+        Floats of 16 bits remain float32 until the function, or the end of the program, casts them.
+        """
+        if jnp.issubdtype(dtype, jnp.floating):
+            return self.convert(atom, "float32", dtype) if jnp.finfo(dtype).bits <= 8 else atom
+        if not jnp.issubdtype(dtype, jnp.integer) or (info := jnp.iinfo(dtype)).bits == 32:
             return atom
-        if before == "uint32" and after in ("uint8", "uint16"):
-            return self.emit("and", atom, Number(float(jnp.iinfo(after).max), "int32"))
-        raise NoProgram(f"converts {before} to {after}, which kernels on rows do not")
+        if isinstance(atom, Number):
+            return _number_converted(atom, "int32", dtype)
+        if info.min == 0:
+            return self.emit("and", atom, Number(float(info.max), "int32"))
+        bits = Number(float(32 - info.bits), "int32")
+        return self.emit("shift_right_arithmetic", self.emit("shift_left", atom, bits), bits)
 
     def _rounded(self, atom: Atom, dtype: str) -> Atom:
         return atom if dtype == "float32" else self.emit("round", atom, params=(dtype,))
@@ -263,6 +279,20 @@ class Builder:
             return self.operands[self.inputs[atom].operand].dtype
         rounded = self.made_by(atom, "round")
         return str(rounded.params[0]) if rounded else ""
+
+
+def _number_converted(atom: Number, before: Any, after: Any) -> Number:
+    """Returns a number converted as XLA converts arrays: floats become the nearest integers that there are, NaN 0."""
+    value: Any = atom.value
+    if jnp.issubdtype(after, jnp.integer):
+        info = jnp.iinfo(after)
+        if jnp.issubdtype(before, jnp.floating):
+            value = 0 if math.isnan(value) else min(max(value, info.min), info.max)
+        value = (int(value) - int(info.min)) % 2**info.bits + int(info.min)
+    elif str(before) == "uint32":
+        value %= 2**32
+    with np.errstate(over="ignore"):
+        return number_of(np.asarray(value).astype(jnp.dtype(after)))
 
 
 def number_of(x: Any) -> Number:

@@ -57,11 +57,15 @@ def differentiate(
     shapes: Sequence[jax.ShapeDtypeStruct],
     kinds: Sequence[str],
     summed: Sequence[int] = (),
+    *,
+    bounded: bool = False,
 ) -> Derivative:
     """Returns the derivative of a function of one row, for arguments as those of `trace`.
 
     Args:
       summed: indices of results that are sums over rows: all rows share their cotangents.
+      bounded: whether the caller proves that values of the backward pass stay so far within the range of their dtypes
+        that rounded results may stand in for them, and that sums may be distributed (`Builder`).
 
     Raises:
       NoProgram: kernels on rows do not compute the function or its gradient.
@@ -84,26 +88,37 @@ def differentiate(
                 args[place] = x
             return list(jax.tree.leaves(function(*args)))
 
-        results, back = jax.vjp(lambda *some: [run(*some)[i] for i in moving], *(primals[i] for i in moved))
+        def moving_results(*some: Any) -> list[Any]:
+            every = run(*some)  # once: cotangents of several results are added before they are rounded
+            return [every[i] for i in moving]
+
+        results, back = jax.vjp(moving_results, *(primals[i] for i in moved))
         whole = run(*(primals[i] for i in moved))
         for place, x in zip(moving, results, strict=True):
             whole[place] = x
         return [*whole, *back(list(cotangents))]
 
     cotangents = [found[i] for i in moving]
-    of_cotangents = [
-        "shared" if i in summed else "row" if found[i].shape and found[i].size > 1 else "scalar" for i in moving
-    ]
+    one_column = any(s.shape == (1,) for s in found) and trace(function, shapes, kinds)[0].columns == 1
+    of_rows = [bool(s.shape) and (s.size > 1 or one_column) for s in found]
+    of_cotangents = ["shared" if i in summed else "row" if of_rows[i] else "scalar" for i in moving]
     of_all_rows = [kinds[i] == "shared" for i in moved]
     traced, _ = trace(
         both,
         [*shapes, *cotangents],
         [*kinds, *of_cotangents],
         lambda result: result in summed if result < len(found) else of_all_rows[result - len(found)],
-        hoists=False,
     )
+    gradients = zip(traced.results[len(found) :], (str(shapes[i].dtype) for i in moved), strict=True)
+    sums = [  # sums over rows are float32
+        dataclasses.replace(r, values=tuple(before_rounding(traced, x, dtype) for x in r.values))
+        if r.kind == "row sum"
+        else r
+        for r, dtype in gradients
+    ]
+    traced = dataclasses.replace(traced, results=(*traced.results[: len(found)], *sums))
     halves = [
-        _halved(traced, len(shapes), len(found), outputs, scalars)
+        _halved(traced, len(shapes), len(found), outputs, scalars, bounded)
         for outputs in (False, True)
         for scalars in (False, True)
     ]
@@ -142,24 +157,22 @@ def _cost(saved: Sequence[Saved], backward: Program) -> tuple[float, ...]:
 
 
 def _halved(
-    whole: Program, operands: int, results: int, outputs: bool, scalars: bool
+    whole: Program, operands: int, results: int, outputs: bool, scalars: bool, bounded: bool
 ) -> tuple[Program, tuple[Saved, ...], Program]:
     """Splits the program of both passes into the forward pass, what it saves, and the backward pass.
 
     Args:
       operands, results: number of operands and of results of the function.
       outputs, scalars: whether results, and scalars per row, stand in for what computes them.
+      bounded: as for `differentiate`.
     """
     first = len(whole.inputs)
     moving = {i for i, read in enumerate(whole.inputs) if read.operand >= operands}
     for value, each in enumerate(whole.equations, first):
         if moving.intersection(x for x in each.inputs if isinstance(x, int)):
             moving.add(value)
-    gradients = [  # sums over rows are float32
-        dataclasses.replace(r, values=tuple(before_rounding(whole, x) for x in r.values)) if r.kind == "row sum" else r
-        for r in whole.results[results:]
-    ]
-    of_results = _of_results(whole, whole.results[:results]) if outputs else {}
+    gradients = whole.results[results:]
+    of_results = _of_results(whole, whole.results[:results], bounded) if outputs else {}
     # Values of the backward program: inputs are (what is saved, part), in the order in which they are needed.
     stops: dict[int, tuple[Saved | int, int]] = {}
     kept: set[int] = set()
@@ -198,18 +211,18 @@ def _halved(
         for value, (source, part) in stops.items()
     }
     backward = renumbered(whole, inputs, kept, [*declared, *whole.operands[operands:]], gradients)
-    return forward, tuple(saved), rebuilt(backward, distributes=True)
+    return forward, tuple(saved), rebuilt(backward, distributes=bounded)
 
 
-def _of_results(program: Program, results: Sequence[Result]) -> dict[int, tuple[Saved, int]]:
-    """Returns the values that results hold: themselves, or rounded to 16 bits as the results of a plain program are."""
+def _of_results(program: Program, results: Sequence[Result], bounded: bool) -> dict[int, tuple[Saved, int]]:
+    """Returns the values that results hold: themselves or, of a bounded program, rounded to 16 bits."""
     found: dict[int, tuple[Saved, int]] = {}
     for number, result in enumerate(results):
         narrow = not jnp.issubdtype(result.dtype, jnp.floating) or jnp.dtype(result.dtype).itemsize < 2
         if narrow or result.kind == "row sum":
             continue
         for part, atom in enumerate(result.values):
-            for value in (atom, before_rounding(program, atom)):
+            for value in (atom, before_rounding(program, atom, result.dtype)) if bounded else (atom,):
                 if isinstance(value, int) and program.equation(value) is not None:
                     found.setdefault(value, (Saved("result", number), part))
     return found

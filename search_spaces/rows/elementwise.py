@@ -69,7 +69,9 @@ def _round(x: jax.Array, dtype: str, bounded: bool = False) -> jax.Array:
 def _to_int(x: jax.Array, least: float, most: float) -> jax.Array:
     """Converts to integers as XLA does: towards zero, clipped to the range of the type, and NaN to 0."""
     bounded = jnp.minimum(jnp.maximum(x, F32(least)), F32(most))
-    return jnp.where(x == x, bounded, F32(0)).astype(jnp.int32)
+    found = jnp.where(x == x, bounded, F32(0)).astype(jnp.int32)
+    # The largest int32 is no float32: `most` is the float32 before it.
+    return jnp.where(x > F32(most), np.int32(2**31 - 1), found) if most > 2**24 else found
 
 
 def _where(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -207,6 +209,12 @@ SAME_NAMES: Mapping[str, str] = {
 _MAPPED = frozenset(
     {"div", "rem", "square", "one_minus_square", "integer_pow", "not", "is_finite", "clamp", "round", "select_n"}
     | {"convert_element_type", "reduce_precision", "copy", "copy_p", "stop_gradient", "name"}
+)
+
+
+# Elementwise primitives of which the dtype of the operands has all results.
+EXACT = frozenset(
+    {"max", "min", "and", "or", "xor", "not", "rem", "clamp", "select_n", "convert_element_type", "reduce_precision"}
 )
 
 

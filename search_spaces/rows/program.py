@@ -409,9 +409,13 @@ def evaluate(
         inputs = [np.dtype(x.dtype).type(x.value) if isinstance(x, Number) else known[x] for x in equation.inputs]
         if equation.name == "index":
             known[value] = shared(jnp.arange(program.columns, dtype=jnp.int32))
-        elif equation.name in REDUCTIONS:
+            continue
+        if equation.name in REDUCTIONS:
             known[value] = _reduce(equation.name, jnp.broadcast_to(inputs[0], whole), axis)
-        elif equation.name in OF_XLA:
+            continue
+        shape = jnp.broadcast_shapes(*map(jnp.shape, inputs))  # operations of `jax.lax` need equal shapes
+        inputs = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in inputs]
+        if equation.name in OF_XLA:
             known[value] = OF_XLA[equation.name](*inputs, *equation.params)
         else:
             known[value] = compute(equation, inputs)
@@ -421,7 +425,8 @@ def evaluate(
         dtype = jnp.dtype(real) if floating and (wide or not rounded) else jnp.dtype(result.dtype)
         shape = list(whole)
         shape[axis] = 1 if result.kind == "scalar" else program.columns
-        atoms = result.values if rounded or not floating else [before_rounding(program, x) for x in result.values]
+        # Without the rounding to the dtype of the result, and with any other that the function makes.
+        atoms = result.values if rounded else [before_rounding(program, x, result.dtype) for x in result.values]
         values = [x.value if isinstance(x, Number) else known[x] for x in atoms]
         parts = [jnp.broadcast_to(jnp.asarray(x), shape) for x in values]
         if result.kind == "scalar":
@@ -435,10 +440,11 @@ def evaluate(
     return tuple(map(finish, program.results))
 
 
-def before_rounding(program: Program, atom: Atom) -> Atom:
-    """Returns the value that this one is after rounding; the value itself if it is not rounded."""
+def before_rounding(program: Program, atom: Atom, dtype: str) -> Atom:
+    """Returns the value that this one is after rounding to a dtype; the value itself if it is not so rounded."""
     equation = program.equation(atom)
-    return equation.inputs[0] if equation is not None and equation.name == "round" else atom
+    rounded = equation is not None and equation.name == "round" and equation.params[0] == dtype
+    return equation.inputs[0] if equation is not None and rounded else atom
 
 
 def _reduce(name: str, x: jax.Array, axis: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 from search_spaces.derivative_rules import as_selection
 from search_spaces.recognise import Inlined, Node, Value, graph
 from search_spaces.rows.builder import Builder, NoProgram, number_of
-from search_spaces.rows.elementwise import SAME_NAMES
+from search_spaces.rows.elementwise import EXACT, SAME_NAMES, is_elementwise
 from search_spaces.rows.keys import LEAST, Keys, is_key, require_signed
 from search_spaces.rows.program import Atom, Number, Operand, Program, Result
 from search_spaces.rows.shapes import Array, broadcast, columns_of, no_shape, objects, segments_of
@@ -27,8 +27,6 @@ def trace(
     shapes: Sequence[jax.ShapeDtypeStruct],
     kinds: Sequence[str],
     summed: Callable[[int], bool] = lambda result: False,
-    *,
-    hoists: bool = True,
 ) -> tuple[Program, int]:
     """Returns the program of a function of one row, and the segments of a row that it takes as rows of their own.
 
@@ -37,7 +35,6 @@ def trace(
       shapes: of these arrays.
       kinds: as in `Operand`, for each array.
       summed: whether the result of this index is a sum over rows.
-      hoists: take scalars out of sums (`Builder`).
 
     Raises:
       NoProgram: kernels on rows do not compute this.
@@ -51,11 +48,11 @@ def trace(
     segments = segments_of(nodes, shapes, kinds)
     if segments is not None:
         try:
-            return _Reader(shapes, kinds, segments, 0, hoists).program(traced, nodes, summed), segments[0]
+            return _Reader(shapes, kinds, segments, 0).program(traced, nodes, summed), segments[0]
         except NoProgram:
             pass
     columns = columns_of(nodes, shapes, kinds)
-    return _Reader(shapes, kinds, None, columns, hoists).program(traced, nodes, summed), 1
+    return _Reader(shapes, kinds, None, columns).program(traced, nodes, summed), 1
 
 
 # JAX 0.12 differentiates the error function by exp(-x^2), and computes that from the bits of x. A random word is one
@@ -92,6 +89,8 @@ def _constants(jaxpr: Any) -> dict[Any, Value]:
 
 
 def _require_narrow(dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        raise NoProgram(f"has {dtype} arrays, whose arithmetic XLA does not wrap: convert to int8 first")
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise NoProgram(f"has {dtype} arrays, as random bits do")
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.dtype(dtype).itemsize > 4 or dtype == jnp.uint32:
@@ -110,7 +109,6 @@ class _Reader(Keys):
         kinds: Sequence[str],
         segments: tuple[int, int] | None,
         columns: int,
-        hoists: bool,
     ) -> None:
         self.segments, self.columns = segments, segments[1] if segments else columns
         self.kinds, self.shapes = kinds, shapes
@@ -123,7 +121,7 @@ class _Reader(Keys):
             Operand(own, str(s.dtype), 1 if own != kind else self._parts(kind, s))  # type: ignore[arg-type]
             for kind, own, s in zip(kinds, of_segments, shapes, strict=True)
         ]
-        self.make = Builder(self.columns, operands, hoists=hoists)
+        self.make = Builder(self.columns, operands)
         self.arrays: dict[Value, Array] = {}
 
     def _parts(self, kind: str, shape: jax.ShapeDtypeStruct) -> int:
@@ -160,7 +158,8 @@ class _Reader(Keys):
         atoms = tuple(found.blocks.reshape(-1).tolist())
         dtype = str(value.dtype)
         _require_narrow(value.dtype)
-        if not found.vector:
+        # In rows of one column, an array of one element is a row: `Derivative` gives it a cotangent of its shape.
+        if not found.vector and not (self.columns == 1 and value.shape):
             if len(atoms) != 1:
                 raise NoProgram(f"returns {len(atoms)} elements per row, which is neither a row nor one element")
             return Result("scalar", dtype, atoms)
@@ -189,7 +188,7 @@ class _Reader(Keys):
 
     def _read(self, node: Node) -> None:
         for result in node.results:
-            if getattr(result.dtype, "itemsize", 0) > 4 and not is_key(result) and not _unused(result):
+            if result.dtype != jnp.uint32 and not is_key(result) and not _unused(result):
                 _require_narrow(result.dtype)
         if node.name in _COPIES:
             for result, value in zip(node.results, node.inputs, strict=True):
@@ -203,6 +202,9 @@ class _Reader(Keys):
             raise NoProgram(f"uses {node.name}, which kernels on rows do not compute")
         else:
             found = method(node)
+        arithmetic = node.name == "scatter_add" or (is_elementwise(node.name) and node.name not in EXACT)
+        if arithmetic and not found.summed:
+            found = self._map(lambda atom: self.make.stored(atom, node.results[0].dtype), found)
         self.arrays.update(zip(node.results, found if isinstance(found, list) else [found], strict=False))
 
     def _named(self, node: Node) -> str:
@@ -221,6 +223,11 @@ class _Reader(Keys):
             return self._of_sums(name, arrays)
         if name in ("lt", "le", "gt", "ge") and node.inputs[0].dtype == jnp.uint32:
             arrays = [self._map(lambda atom: self.make.emit("xor", atom, LEAST), x) for x in arrays]
+        if name in ("shift_right_logical", "shift_right_arithmetic"):
+            # Narrow integers are extended by zeros, or by their sign, to the 32 bits that are shifted.
+            signed = "int" if name == "shift_right_arithmetic" else "uint"
+            extended = f"{signed}{jnp.iinfo(node.inputs[0].dtype).bits}"
+            arrays[0] = self._map(lambda atom: self.make.convert(atom, node.inputs[0].dtype, extended), arrays[0])
         return self._map(lambda *atoms: self.make.emit(name, *atoms), *arrays)
 
     def _inlined(self, function: Callable[..., Any], node: Node, *arrays: Array) -> Array:
@@ -233,10 +240,8 @@ class _Reader(Keys):
         return self._array(traced.results[0])
 
     def _of_sums(self, name: str, arrays: Sequence[Array]) -> Array:
-        """Returns a linear function of sums over segments as the sum of that function of each segment."""
-        numbers = [x for x in arrays if not x.summed and isinstance(x.blocks.reshape(-1)[0], Number)]
-        linear = name in ("add", "sub", "neg") if not numbers else name == "mul" or (name == "div" and arrays[0].summed)
-        if not linear or any(not x.summed for x in arrays if x not in numbers):
+        """Returns a sum of sums over segments as the sum of the sums of each segment, whose order nobody defines."""
+        if name not in ("add", "sub", "neg") or not all(x.summed for x in arrays):
             raise NoProgram("computes with a sum over segments")
         atoms = [x.blocks.reshape(-1)[0] for x in arrays]
         return Array(objects([self.make.emit(name, *atoms)], (1,)), vector=True, summed=True)
@@ -329,7 +334,16 @@ class _Reader(Keys):
         known = {(8, 7): "bfloat16", (5, 10): "float16", (8, 23): "float32"}
         if bits not in known:
             raise NoProgram(f"rounds to {bits[0]} bits of exponent and {bits[1]} of mantissa")
-        return self._map(lambda x: self.make.convert(x, "float32", known[bits]), self._array(node.inputs[0]))
+
+        def reduced(x: Atom) -> Atom:
+            rounded = self.make.convert(x, "float32", known[bits])
+            if bits != (5, 10):
+                return rounded
+            # The primitive has no subnormal numbers, and float16 has: they become zeros with their sign.
+            small = self.make.emit("lt", self.make.emit("abs", rounded), Number(2.0**-14))
+            return self.make.emit("where", small, self.make.emit("mul", rounded, Number(0.0)), rounded)
+
+        return self._map(reduced, self._array(node.inputs[0]))
 
     # ------------------------------------------------------------------------------
     # Reductions, and elements by their column.
@@ -393,6 +407,8 @@ class _Reader(Keys):
     def _first(self, node: Node, name: str) -> Array:
         """Returns the first column of the extreme element; NaN is the extreme of a row that has one."""
         x, make = self._array(node.inputs[0]), self.make
+        if not jnp.issubdtype(node.inputs[0].dtype, jnp.floating):
+            raise NoProgram(f"takes the {node.name} of {node.inputs[0].dtype}: convert to float32 first")
         if x.blocks.size != 1 or not x.vector or x.summed or self.columns > 2**24:
             no_shape(node)
         if self.segments is not None and not (x.mapped and node.params["axes"] == (1,)):
@@ -403,7 +419,9 @@ class _Reader(Keys):
         column = make.emit("to_float", make.emit("index", dtype="int32"), dtype="float32")
         first = make.reduce("reduce_min", make.emit("where", is_it, column, Number(float(self.columns))))
         shape = () if self.segments is None else (1,)
-        return Array(objects([make.convert(first, "float32", "int32")], shape), vector=False, mapped=x.mapped)
+        return Array(
+            objects([make.convert(first, "float32", node.results[0].dtype)], shape), vector=False, mapped=x.mapped
+        )
 
     def _chosen(self, x: Array, index: Atom, otherwise: Callable[[Atom], Atom]) -> list[Atom]:
         """Returns, for each part of a row, the part with all but the element at `index` replaced."""
@@ -459,8 +477,7 @@ class _Reader(Keys):
         parts = []
         for part, atom in enumerate(x.blocks.reshape(-1).tolist()):
             here = self.make.emit("eq", self._column(part), index)
-            zero = Number(0.0, self.make.dtype(update))
-            parts.append(self.make.emit("add", atom, self.make.emit("where", here, update, zero)))
+            parts.append(self.make.emit("where", here, self.make.emit("add", atom, update), atom))
         return Array(objects(parts, x.blocks.shape), vector=True)
 
     def _dynamic_update_slice(self, node: Node) -> Array:

@@ -75,6 +75,9 @@ class Shapes(abc.ABC):
             return x
         if not x.vector:
             return Array(x.blocks.reshape(shape), vector=False)
+        atom = x.blocks.reshape(-1)[0]
+        if not shape and self.columns == 1 and self.make.dtype(atom) == "float32":  # an element per row
+            return Array(objects([self.make.reduce("reduce_sum", atom)], ()), vector=False)
         if not shape or shape[-1] % self.columns:
             no_shape(node)
         return Array(x.blocks.reshape((*shape[:-1], shape[-1] // self.columns)), vector=True)
@@ -92,11 +95,12 @@ class Shapes(abc.ABC):
             return self._broadcast_segments(node, x, shape, axes)
         if x.blocks.size == 1 and not x.vector:
             return self._full(x.blocks.reshape(-1)[0], shape)
-        if x.vector and (not axes or axes[-1] != len(shape) - 1):
-            no_shape(node)
         wide = not x.vector and shape[-1] >= self.columns and shape[-1] % self.columns == 0
-        if wide and axes and axes[-1] == len(shape) - 1 and before[-1] != 1:
-            no_shape(node)
+        if self.columns > 1:  # else all axes have elements as blocks
+            if x.vector and (not axes or axes[-1] != len(shape) - 1):
+                no_shape(node)
+            if wide and axes and axes[-1] == len(shape) - 1 and before[-1] != 1:
+                no_shape(node)
         last = shape[-1] // (self.columns if x.vector or wide else 1)
         target = (*shape[:-1], last)
         placed = [1] * len(shape)

@@ -156,7 +156,10 @@ class _CentredSquares:
         """Returns the number of elements, their mean, and the sum of squares of their differences from it."""
         count, pivot, total, squares = statistics
         away = total / jnp.maximum(count, F32(1))
-        return count, pivot + away, jnp.maximum(squares - total * away, F32(0))
+        about = jnp.maximum(squares - total * away, F32(0))
+        # Squares that overflow have an infinite sum, as those of the differences from the mean do.
+        overflow = (squares == F32(np.inf)) & (jnp.abs(total) <= F32(BIG))
+        return count, pivot + away, jnp.where(overflow, squares, about)
 
 
 _SEVERAL: dict[str, Reduced] = {"sum_exp": _SumOfExponentials(), "centred_squares": _CentredSquares()}

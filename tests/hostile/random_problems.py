@@ -15,6 +15,7 @@ import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_rows
 from attack import Tried, seeded
 from random_calls import Call, a_flash_attention_backward, drawn
 
@@ -41,6 +42,22 @@ def tries(maker: Callable[..., Call], seed: int, count: int) -> Tried:
             warnings.simplefilter("ignore")
             call = maker(draw, values)
             tried.run(f"{call.operation} {number}, {way}, {values}", functools.partial(wrong, call, way, draw))
+    return tried
+
+
+def row_gradients(seed: int, count: int) -> Tried:
+    tried = Tried()
+    for number in range(seed, seed + count):
+        tried.run(str(number), functools.partial(random_rows.wrong_gradients, number))
+    return tried
+
+
+def row_programs(kernels: bool, seed: int, count: int) -> Tried:
+    tried = Tried()
+    for number, reason in random_rows.in_batches(seed, count, kernels):
+        tried.expect(reason is None, f"{number}: {reason}")
+        if number % 500 == 499:
+            jax.clear_caches()
     return tried
 
 
