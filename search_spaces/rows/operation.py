@@ -18,7 +18,6 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.front_end import grouped
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
 from search_spaces.operation import Operation
-from search_spaces.partitioning_compat import empty_mesh
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.calls import Origin, bind_formula, bind_program
