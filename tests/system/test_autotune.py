@@ -687,33 +687,6 @@ def test_the_type_of_an_array_that_cannot_be_read_is_named(text, sentence):
         linear.operation.problem.parse({"x": text, "w": "float32[8,8]"})
 
 
-CHOSEN = {"tile": 0}
-
-
-def by_global(x_ref, out_ref):
-    out_ref[...] = x_ref[...] * 2 + (CHOSEN["tile"] != 16)  # right for one choice alone
-
-
-@pytest.fixture
-def reads_its_choice_from_a_global():
-    @scheduler.autotune(tile=(8, 16, 32), reference=lambda x: x * 2)
-    def kernel(x, *, tile, target):
-        CHOSEN["tile"] = tile
-        return pl.pallas_call(by_global, out_shape=x, interpret=True)(x)
-
-    return kernel
-
-
-def test_each_candidate_is_traced_with_its_own_choice_and_equal_programs_are_one(reads_its_choice_from_a_global):
-    kernel, x = reads_its_choice_from_a_global, jnp.ones((16, 32))
-    record = scheduler.tune(kernel, kernel.problem(x), budget=8)
-    assert [dict(entry.schedule) for entry in record.entries if entry.backend == "pallas"] == [{"tile": 16}]
-    # Tiles of 8 and of 32 are one wrong program, and XLA has one: the reference is what it runs.
-    assert record.tried == 3
-    for tile, wanted in ((16, 2), (8, 3), (16, 2)):
-        assert (kernel(x, schedule={"tile": tile}) == wanted).all()
-
-
 def test_a_choice_that_changes_no_program_is_one_candidate_and_a_warning():
     @scheduler.autotune(tile=(8, 16), scale=(2, 3), reference=lambda x: x * 2)
     def kernel(x, *, tile, scale, target):

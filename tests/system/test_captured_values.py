@@ -12,13 +12,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 import scheduler
-from scheduler.core.hardware import CPU
 from scheduler.dispatch import calls
-from search_spaces import DeclarationError, Kernel, Library, Space
+from search_spaces import DeclarationError
 from search_spaces.autotuned import names
 from search_spaces.autotuned.names import captured
 from search_spaces.bindings import Bindings
-from search_spaces.matmul import MatmulProblem
 
 X = jnp.arange(16.0)
 
@@ -314,34 +312,6 @@ def test_a_closure_that_is_bound_anew_is_noticed_too():
     bind(3.0)
     assert jnp.array_equal(kernel(X, backends="pallas"), X * 3)
     assert jnp.array_equal(jax.jit(lambda x: kernel(x, backends="pallas"))(X), X * 3)
-
-
-class OfAClass(Kernel):
-    backend = "own"
-
-    def space(self, problem, target):
-        return Space(Library, {"program": ("float32",)})
-
-    def footprint(self, problem, schedules, target):
-        return None
-
-    def run(self, problem, schedule, target, /, x, y):
-        return pl.pallas_call(add_listed, out_shape=x, interpret=True)(x)
-
-
-LISTED = [1.0]
-
-
-def add_listed(x_ref, out_ref):
-    out_ref[...] = x_ref[...] + LISTED[0]
-
-
-def test_a_kernel_of_a_class_reads_its_globals_anew_after_a_reload():
-    problem, x = MatmulProblem(8, 8, 8, "float32"), jnp.zeros((8, 8))
-    for value in (1.0, 2.0, 3.0):
-        LISTED[0] = value
-        scheduler.reload()
-        assert (OfAClass().results(problem, Library(), CPU.target, x, x)[0] == value).all()
 
 
 def test_a_reference_that_returns_another_dtype_now_is_another_result():
