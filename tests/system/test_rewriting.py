@@ -410,7 +410,7 @@ def test_rewrite_leaves_symbolic_extents():
     exported = jax.export.export(jax.jit(jax.grad(lambda *args: tuned(*args).sum())))(spec, spec, spec)
     _is_close([jax.grad(lambda *args: _with()(*args).sum())(*operands)], [exported.call(*operands)])
     assert "has symbols for extents" in tuned.report()
-    with pytest.raises(ValueError, match="symbols for extents.*give the shapes of one call"):
+    with pytest.raises(ValueError, match="give the shapes of one call"):
         scheduler.optimize(_with()).problems(spec, spec, spec)
 
 
