@@ -83,7 +83,13 @@ def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
 
     If `fn` returns nothing, no equation is removed. If all derivatives are removed, a warning is issued. `fn` itself
     must not be jitted. Functions that it calls may be: their shardings are in the equation of the call.
+
+    Raises:
+      ValueError: an array has symbols for extents, as of `jax.export`.
     """
+    shapes = [getattr(x, "shape", ()) for x in arrays]
+    if symbolic := [shape for shape in shapes if not all(isinstance(n, int | np.integer) for n in shape)]:
+        raise ValueError(f"an argument has symbols for extents, {symbolic[0]}: give the shapes of one call")
     closed = jax.jit(fn).trace(*arrays).jaxpr
     jaxpr = whole = opened_jaxpr(closed)
     if jaxpr.outvars:

@@ -240,9 +240,14 @@ class Rewriter:
                     continue
                 calls = tuple((stage.operation, stage.problem) for stage in each.stages)
                 tuned = [functools.partial(self._call, x.operation, x.problem, x.params) for x in each.stages]
-                reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
-                if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
-                    reason = f"{operation.name}: {wrong}"
+                try:
+                    reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
+                    if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
+                        reason = f"{operation.name}: {wrong}"
+                except SchedulerError:
+                    raise
+                except Exception as error:  # any error of a kernel, compiler or device costs this region alone
+                    reason = f"{operation.name}: its kernels failed: {_text(error)}"
                 self._found.append(Found(calls, count, line, reason))
                 if not reason:
                     for number, stage in enumerate(each.stages):
@@ -264,12 +269,7 @@ class Rewriter:
             derivative_rules.nodes_between(graph.nodes, region.results, region.inputs), region.results
         ):
             return "a stop_gradient within it changes its gradients"
-        try:
-            wrong = self._check(region, calls)
-        except SchedulerError:
-            raise
-        except Exception as error:  # any error of a kernel, compiler or device
-            return f"its kernels failed: {_text(error)}"
+        wrong = self._check(region, calls)
         return None if wrong is None else f"its kernels disagree with its equations: {wrong}"
 
     def _with_bodies(self, node: Node, count: int) -> Any:

@@ -195,8 +195,8 @@ def _attention(exp: Node) -> Attention | Left | None:
     logits = logits_of(exp.inputs[0])
     if logits is None:
         return None
-    if not all(isinstance(n, int) for x in (*logits.product.inputs, *exp.results) for n in x.shape):
-        return Left("an array has symbols for extents", logits.product)
+    if not all(isinstance(n, int) and n for x in (*logits.product.inputs, *exp.results) for n in x.shape):
+        return Left("an array is empty, or has symbols for extents", logits.product)
     labels = Labels(logits.product)
     softmax = softmax_of(exp, labels)
     if softmax is None:
