@@ -267,9 +267,9 @@ class Builder:
 
     def _is_bounded(self, atom: Atom, most: float) -> bool:
         """Returns whether a value was clipped to at most `most` in magnitude."""
-        ends = {}
+        ends: dict[str, float] = {}
         while (clipped := self.made_by(atom, "min", "max")) is not None and isinstance(clipped.inputs[1], Number):
-            ends[clipped.name] = abs(clipped.inputs[1].value)
+            ends[clipped.name] = max(ends.get(clipped.name, 0.0), abs(clipped.inputs[1].value))
             atom = clipped.inputs[0]
         return len(ends) == 2 and max(ends.values()) <= most
 

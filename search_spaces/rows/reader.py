@@ -83,7 +83,7 @@ def _name_of_body(call: Any) -> str:
 
 def _constants(jaxpr: Any) -> dict[Any, Value]:
     return {
-        var: Value(np.shape(x), x.dtype if is_key(x) else np.asarray(x).dtype, literal=x)
+        var: Value(np.shape(x), x.dtype if is_key(x) else jnp.result_type(x), literal=x)
         for var, x in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
     }
 
@@ -178,6 +178,8 @@ class _Reader(Keys):
                 raise NoProgram("reads an array that it captures: pass the array as an argument")
             if is_key(value):
                 self._random_seed(value)
+            if isinstance(value.literal, jax.core.Tracer):
+                raise NoProgram("captures a value that JAX traces: pass it as an argument")
             number = np.asarray(value.literal)
             if number.size != 1:
                 if number.size and (number == number.flat[0]).all():

@@ -352,3 +352,10 @@ def test_a_variance_in_one_pass_has_the_mean_of_infinite_elements(place, value):
     x = np.arange(1024, dtype=np.float32)
     x[place] = value
     np.testing.assert_equal(one_pass(x, np.ones(1024, bool)), [value, np.nan])
+
+
+def test_a_variance_in_one_pass_overflows_as_the_squares_do():
+    x = np.float32(1e25) * np.cos(np.arange(1024, dtype=np.float32))
+    total, squares = one_pass(x, np.ones(1024, bool))
+    assert np.isfinite(total)
+    assert squares == np.inf
