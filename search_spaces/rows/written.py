@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,11 +135,7 @@ def exported(function: Written, p: Any) -> str:
         for s, of in zip(p.operands(), p.arrays[0], strict=True)
     ]
     made = export.export(jax.jit(functools.partial(function.over_rows, p)), platforms=["cpu", "cuda", "tpu"])(*shapes)
-    # `Exported.serialize` needs another package, and no symbolic shape can be pickled.
-    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)} | {"_get_vjp": None}
-    for name in ("in_avals", "out_avals"):
-        fields[name] = [(", ".join(map(str, x.shape)), x.dtype) for x in fields[name]]
-    return base64.b85encode(pickle.dumps((fields, function.segments))).decode()
+    return f"{function.segments} {base64.b85encode(made.serialize()).decode()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +155,5 @@ class Exported:
 
 @functools.lru_cache(maxsize=64)
 def _loaded(text: str) -> tuple[export.Exported, int]:
-    (fields, segments), scope = pickle.loads(base64.b85decode(text)), export.SymbolicScope()
-    for name in ("in_avals", "out_avals"):
-        shaped = ((export.symbolic_shape(shape, scope=scope), dtype) for shape, dtype in fields[name])
-        fields[name] = tuple(jax.core.ShapedArray(*each) for each in shaped)
-    return export.Exported(**fields), segments
+    segments, _, made = text.partition(" ")
+    return export.deserialize(bytearray(base64.b85decode(made))), int(segments)
