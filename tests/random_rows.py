@@ -22,9 +22,13 @@ import numpy as np
 from jax import lax
 
 import scheduler
+from scheduler.core.hardware import CPU
+from search_spaces.kernel import Library
+from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.derivative import differentiate
-from search_spaces.rows.program import evaluate
+from search_spaces.rows.operation import XlaRows
+from search_spaces.rows.problem import ProgramProblem
 from search_spaces.rows.reader import trace
 
 ROWS = 3
@@ -215,7 +219,7 @@ def drawn(seed: int) -> RandomRow:
         found = [place for place, value in enumerate(pool) if fits(*value)]
         return tuple(draw.choice([*found, *found[-3:]]) for _ in range(count)) if found else ()
 
-    for _ in range(draw.randint(1, 8)):
+    for _ in range(draw.randint(3, 12)):
         table = draw.choice(
             (
                 "exact",
@@ -257,7 +261,7 @@ def drawn(seed: int) -> RandomRow:
         vector = table not in ("reduced", "extreme") and any(pool[place][0] for place in places)
         exact = table not in ("rough", "reduced") and all(pool[place][1] for place in places)
         pool.append((vector, exact, name if table == "cast" else pool[places[0]][2] if table == "integer" else ""))
-    found = [len(pool) - 1, *(draw.randrange(4, len(pool)) if len(pool) > 4 else 0 for _ in range(1))]
+    found = range(min(max(4, len(pool) - 6), len(pool) - 1), len(pool))
     results = [(place, "" if pool[place][2] else draw.choice(("", "bfloat16", "float16"))) for place in found]
     return RandomRow(dtype, draw.choice((1, 2, 8, 40)), tuple(steps), tuple(results), seed)
 
@@ -313,7 +317,9 @@ def wrong(seeds: Sequence[int], kernels: bool = False) -> Iterator[tuple[int, st
 
 def _of_program(program: Any, one: RandomRow, arrays: Any) -> Any:
     shapes = [x.shape for x in jax.eval_shape(over_rows(one), *arrays)]
-    return [x.reshape(shape) for x, shape in zip(evaluate(program, *arrays), shapes, strict=True)]
+    problem = ProgramProblem(rows=ROWS, text=program.text())
+    found = as_tuple(XlaRows().run(problem, Library(Library.program), CPU.target, *arrays))
+    return [x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
 
 
 def _by_kernel(one: RandomRow, arrays: Any) -> Any:
