@@ -151,7 +151,7 @@ class _Change(NamedTuple):
 _OTHER = _Change("other", 1.0)
 # Equations whose result changes as their first input.
 _UNCHANGED = frozenset({"convert_element_type", "copy", "name", "pvary", "optimization_barrier", "reshape", "squeeze"})
-_UNCHANGED |= {"expand_dims", "transpose", "slice", "broadcast_in_dim", "reduce_max", "reduce_min"}
+_UNCHANGED |= {"expand_dims", "transpose", "slice", "broadcast_in_dim", "reduce_max", "reduce_min", "stop_gradient"}
 # The kinds of the argument and of the result, and the factor of the result over that of the argument.
 _FUNCTIONS: Mapping[str, tuple[str, Literal["sum", "product"], float]] = {
     "neg": ("sum", "sum", -1.0),

@@ -237,19 +237,6 @@ def test_optimize_runs_programs_and_names_their_lines():
     assert [row.operation.name for row in fast.problems(*args)] == ["rows"]
 
 
-def test_one_program_that_disagrees_leaves_the_others():
-    def call(operation, problem, params, *operands):
-        results = problem.reference(*operands)
-        return jax.tree.map(lambda x: x + (problem.rows == S), results)
-
-    def both(x, y):
-        return jax.nn.softmax(x, axis=-1), jax.nn.softmax(y, axis=-1)
-
-    rewriter = Rewriter(lambda operation, problem: None, call, comparison.region_disagreement, last=True)
-    result = rewriter.rewrite(jax.make_jaxpr(both)(normal(S, D), normal(2 * S, D)))
-    assert ["disagree" in each.reason for each in result.found] == [True, False]
-
-
 def test_the_reference_of_a_region_is_its_equations(monkeypatch):
     monkeypatch.setattr(one_row, "remember", written.remember)
 
@@ -276,3 +263,16 @@ def test_a_program_is_compared_where_squares_overflow_and_on_rows_of_zeros(kind)
     (found,) = rewriter.rewrite(jax.make_jaxpr(safe)(normal(S + len(kind), D))).found
     assert found.reason.endswith(f"({kind} operands)" if kind else "")
     assert bool(found.reason) is bool(kind)
+
+
+def test_one_program_that_disagrees_leaves_the_others():
+    def call(operation, problem, params, *operands):
+        results = problem.reference(*operands)
+        return jax.tree.map(lambda x: x + (problem.rows == S), results)
+
+    def both(x, y):
+        return jax.nn.softmax(x, axis=-1), jax.nn.softmax(y, axis=-1)
+
+    rewriter = Rewriter(lambda operation, problem: None, call, comparison.region_disagreement, last=True)
+    result = rewriter.rewrite(jax.make_jaxpr(both)(normal(S, D), normal(2 * S, D)))
+    assert ["disagree" in each.reason for each in result.found] == [True, False]

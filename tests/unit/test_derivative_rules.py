@@ -52,6 +52,7 @@ HARMLESS = {
     "log_softmax": jax.nn.log_softmax,
     "logsumexp": lambda x: jax.nn.logsumexp(x, b=jnp.arange(16.0)),
     "a softmax less any number": lambda x: normalized(jnp.exp(x - stop_gradient(x.mean() ** 2))),
+    "a softmax of shifted logits": lambda x: jax.nn.softmax(x - stop_gradient(x.max())),
     "a softmax with a temperature": lambda x: normalized(exponentials(x, stop_gradient) ** 3 / 5),
     "a normalization": lambda x: (lambda e: e * jax.lax.rsqrt((e * e).mean()))(exponentials(x, stop_gradient)),
     "a log-sum": lambda x: log_sum(x, stop_gradient),
@@ -71,6 +72,7 @@ OWN = {
     "straight through": lambda x: x + stop_gradient(jnp.round(x) - x),
     "exponentials that are not divided": lambda x: exponentials(x, stop_gradient),
     "a held sum": lambda x: (lambda e: e / stop_gradient(e.sum()))(exponentials(x, stop_gradient)),
+    "a held array within a held one": lambda x: exponentials(x - stop_gradient(x.max()), stop_gradient),
     "twice the maximum": lambda x: log_sum(x, stop_gradient, 2.0),
     "a maximum along another axis": lambda x: normalized(exponentials(x.reshape(4, 4), stop_gradient, 0)),
     "maxima of transposed groups": lambda x: (lambda x, m: jnp.exp(x - m) / jnp.exp(x - m.T))(
