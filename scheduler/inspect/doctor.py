@@ -8,6 +8,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -215,13 +216,20 @@ def _caches() -> Iterator[Finding]:
 
 
 def _stale(records: Sequence[Head], again: str) -> str:
-    """Describes how many records were made with another minor version of JAX, and how to make them current."""
-    made = collections.Counter(record.jax for record in records if stale_version(record.jax))
+    """Describes how many records are malformed or of another minor version of JAX, and how to make them current."""
+    sound = [record.jax for record in records if re.match(r"\d+\.\d+", record.jax)]
+    if len(sound) < len(records):
+        malformed = (
+            f", {len(records) - len(sound)} of them malformed: tile-scheduler list names them, and calls skip them"
+        )
+    else:
+        malformed = ""
+    made = collections.Counter(filter(stale_version, sound))
     if not made:
-        return ""
+        return malformed
     ((most, _),) = made.most_common(1)
     count = "all" if made.total() == len(records) else f"{made.total()}"
-    return (
+    return malformed + (
         f", {count} of them stale: made with jax {', '.join(sorted(made))}, and this is {_version('jax')}. Calls still "
         f"use them, but another compiler may favour other schedules. {upgrade(most)} to make them current, or time "
         f"them again: {again}"

@@ -27,7 +27,7 @@ class Head:
     """The columns of a record, available without parsing it.
 
     Attributes:
-      jax: the version of jax that it was made with.
+      jax: the version of jax that it was made with; "" if the column holds no text.
       estimated: as in `Record`.
     """
 

@@ -329,7 +329,7 @@ class Store:
             *(columns[name] == value for name, value in wanted.items() if value is not None)
         )
         found = queries.row_with_key(self._database.select(query), self.location)
-        return [Head(Key(*key), str(jax), bool(estimated)) for *key, jax, estimated in found]
+        return [Head(Key(*key), jax if type(jax) is str else "", bool(estimated)) for *key, jax, estimated in found]
 
     def read(self, keys: Iterable[Key]) -> Iterator[Record]:
         """Yields the records of these keys, in the same order; malformed ones are skipped with a warning.

@@ -316,6 +316,16 @@ def test_doctor_finds_what_the_environment_says_wrong(monkeypatch, name, value, 
     assert [said in row["detail"] for row in broken] == [True]
 
 
+@pytest.mark.parametrize("junk", [b"\xff", 7, "new"])
+def test_doctor_counts_records_whose_columns_hold_anything(junk, store):
+    store.put(record())
+    with contextlib.closing(sqlite3.connect(store.location)) as connection, connection:
+        connection.execute("UPDATE schedules SET jax = ?, schedule = ?, date = ?", (junk,) * 3)
+    found = {row["what"]: row for row in json.loads(run("doctor", "--json", status=3)[0])}
+    assert found["cache"]["state"] == "warning"
+    assert "1 records, 1 of them malformed" in found["cache"]["detail"]
+
+
 MADE = ".".join(next(iter(shipped().records())).environment.jax.split(".")[:2])
 
 
