@@ -29,6 +29,7 @@ from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.derivative import differentiate
 from search_spaces.rows.operation import XlaRows
 from search_spaces.rows.problem import ProgramProblem
+from search_spaces.rows.program import evaluate
 from search_spaces.rows.reader import trace
 
 ROWS = 3
