@@ -66,6 +66,11 @@ def _round(x: jax.Array, dtype: str, bounded: bool = False) -> jax.Array:
     return narrow(x, dtype, bounded).astype(jnp.float32)
 
 
+def _flushed(x: jax.Array) -> jax.Array:
+    """Returns zeros, with their sign, for subnormal numbers of float16, which `lax.reduce_precision` does not have."""
+    return jnp.where(jnp.abs(x) < F32(2.0**-14), x * F32(0), x)
+
+
 def _to_int(x: jax.Array, least: float, most: float) -> jax.Array:
     """Converts to integers as XLA does: towards zero, clipped to the range of the type, and NaN to 0."""
     bounded = jnp.minimum(jnp.maximum(x, F32(least)), F32(most))
@@ -105,6 +110,7 @@ ELEMENTWISE: Mapping[str, Callable[..., jax.Array]] = {
     "nearest": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
     "away": lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
     "round": _round,
+    "flushed": _flushed,
     "to_int": _to_int,
     "to_float": lambda x: x.astype(jnp.float32),
     "bool_to_float": lambda x: jnp.where(x, F32(1), F32(0)),
@@ -145,6 +151,7 @@ COSTS: Mapping[str, tuple[float, float]] = {
     "floor": (3, 0),
     "ceil": (5, 0),
     "round": (1, 0),
+    "flushed": (3, 0),
     "to_int": (4, 0),
     "sign": (3, 0),
     "int_div": (15, 1),
@@ -189,6 +196,7 @@ OF_XLA: Mapping[str, Callable[..., jax.Array]] = {
     "floor": jnp.floor,
     "ceil": jnp.ceil,
     "round": lambda x, dtype, bounded=False: x.astype(dtype).astype(x.dtype),
+    "flushed": lambda x: lax.reduce_precision(x, 5, 10),
     "threefry2x32_13": lambda *x: threefry2x32_13(*x[:4])[x[4]],
     "threefry2x32_20": lambda *x: threefry2x32_20(*x[:4])[x[4]],
 }

@@ -339,11 +339,7 @@ class _Reader(Keys):
 
         def reduced(x: Atom) -> Atom:
             rounded = self.make.convert(x, "float32", known[bits])
-            if bits != (5, 10):
-                return rounded
-            # The primitive has no subnormal numbers, and float16 has: they become zeros with their sign.
-            small = self.make.emit("lt", self.make.emit("abs", rounded), Number(2.0**-14))
-            return self.make.emit("where", small, self.make.emit("mul", rounded, Number(0.0)), rounded)
+            return self.make.emit("flushed", rounded) if bits == (5, 10) else rounded
 
         return self._map(reduced, self._array(node.inputs[0]))
 
