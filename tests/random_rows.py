@@ -377,8 +377,8 @@ def wrong_gradients(seed: int) -> str | None:
         warnings.simplefilter("ignore")
         wide = gradients(*(jnp.asarray(np.asarray(x, np.float64)) for x in args))
     for got, right, exact, kind in zip(found, plain, wide, kinds, strict=True):
-        # Rows are summed last. JAX sums them before a step that reads the shared vector alone: before it multiplies 0 by
-        # an infinite derivative, and before it rounds.
+        # Rows are summed last. JAX sums them before a step of the shared vector alone: before it multiplies 0 by an
+        # infinite derivative, and before it rounds.
         rounds = any("float" in name or name == "precision" for table, name, _ in one.steps if table == "exact")
         if kind == "shared" and (rounds or not np.isfinite(np.asarray(right, np.float32)).all()):
             continue
