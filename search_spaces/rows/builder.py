@@ -158,6 +158,8 @@ class Builder:
         """Returns the reduction of a value along the row."""
         if not self.is_vector(atom):  # XLA's simplifier, too, makes a reduction of a broadcast a product
             return self.emit("mul", atom, Number(float(self.columns))) if name == "reduce_sum" else atom
+        if self.columns == 1 and self.dtype(atom) == "float32":
+            name = "reduce_max"  # exact: the element itself, also -0, as XLA has it; 0 + -0 is 0
         if name == "reduce_sum" and self.distributes and self.level(atom):
             # Only scalars of a later stage are worth taking out: the reductions then need no stage of their own.
             terms = [

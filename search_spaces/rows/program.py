@@ -452,4 +452,6 @@ def _reduce(name: str, x: jax.Array, axis: int) -> jax.Array:
         return jnp.sum(jnp.exp(x - clamped(jnp.max(x, axis=axis, keepdims=True))), axis=axis, keepdims=True)
     if name == "centred_squares":
         return jnp.sum(jnp.square(x - jnp.mean(x, axis=axis, keepdims=True)), axis=axis, keepdims=True)
+    if x.shape[axis] == 1 and name in ("reduce_sum", "reduce_max", "reduce_min"):
+        return x  # linear, as `jax.linear_transpose` needs it
     return REDUCTIONS[name].along(x, axis=axis, keepdims=True)

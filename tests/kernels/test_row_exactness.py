@@ -200,6 +200,8 @@ ONE = {
     "tuned residual": (lambda x, r, w: tuned_rms_norm(x, w, residual=r), lambda x, r, w: (rms_norm(x + r, w), x + r),
                        (3, 1), (3, 1), (1,)),
     "tuned layer norm": (lambda *a: tuned_layer_norm(*a, eps=0.1), layer_norm, (3, 1), (1,), (1,)),
+    "tuned softmax of columns": (lambda x: tuned_softmax(x, 0), lambda x: jax.nn.softmax(x, 0), (5, 1)),
+    "tuned softmax of several columns": (lambda x: tuned_softmax(x, 0), lambda x: jax.nn.softmax(x, 0), (5, 4)),
     "tuned silu": (tuned_silu_and_mul, lambda x: jax.nn.silu(x[:, :1]) * x[:, 1:], (3, 2)),
     "tuned quantize": (lambda x: tuned_quantize_rows(x, "int8")[1], lambda x: jnp.abs(x[:, 0]) / 127, (3, 1)),
 }  # fmt: skip
@@ -207,7 +209,7 @@ ONE = {
 
 def one_column(item):
     _, (ours, plain, *shapes) = item
-    args = [normal(*shape) for shape in shapes]
+    args = tuple(normal(*shape) for shape in shapes)
 
     def derivatives(f):
         def loss(*args):
@@ -216,7 +218,9 @@ def one_column(item):
         def second(*args):
             return sum(jnp.sum(jnp.sin(x)) for x in jax.grad(loss, range(len(args)))(*args))
 
-        return f(*args), jax.grad(loss, range(len(args)))(*args), jax.grad(second, range(len(args)))(*args)
+        gradient, moved = jax.grad(loss, range(len(args))), tuple(1.0 + x for x in args)
+        forward = jax.jvp(f, args, moved)[1], jax.jvp(gradient, args, moved)[1]
+        return f(*args), gradient(*args), jax.grad(second, range(len(args)))(*args), forward
 
     found, right = (jax.jit(derivatives, static_argnums=0)(f) for f in (ours, plain))
     for got, wanted in zip(*map(jax.tree.leaves, (found, right)), strict=True):

@@ -101,7 +101,7 @@ def scaled(**told):
         rows, _ = block
 
         def body(x_ref, out_ref):
-            out_ref[...] = x_ref[...] * factor * (3.0 / factor) if way is None else x_ref[...] * 3.0
+            out_ref[...] = x_ref[...] * factor * (3.0 / factor) if way is None else x_ref[...] * 3.0 / factor * factor
 
         spec = pl.BlockSpec((rows,), lambda i: (i,))
         return pl.pallas_call(
@@ -162,9 +162,10 @@ CONFIGS = [
 
 def of_configs(configs=None, **told):
     def function(x, *, block, factor, way):
-        return pl.pallas_call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] * 3), out_shape=x, interpret=True)(
-            x
-        )
+        def body(x_ref, o_ref):
+            o_ref[...] = x_ref[...] * factor * (3 / factor) if way is None else x_ref[...] * (3 / factor) * factor
+
+        return pl.pallas_call(body, out_shape=x, interpret=True)(x)
 
     told = {
         "configs": CONFIGS if configs is None else configs,
