@@ -41,6 +41,7 @@ class Builder:
         self.inputs: list[Input] = []
         self.equations: list[Equation] = []
         self.known: dict[Any, int] = {}
+        self._of_rows: dict[int, bool] = {}
 
     def program(self, results: Sequence[Result]) -> Program:
         """Returns the program of the equations that the results need; operands that it does not read stay."""
@@ -59,6 +60,16 @@ class Builder:
         if atom < len(self.inputs):
             return self.operands[self.inputs[atom].operand].kind in ("row", "shared")
         return self.equations[atom - len(self.inputs)].vector
+
+    def of_rows(self, atom: Atom) -> bool:
+        """Returns whether a value differs between rows."""
+        if isinstance(atom, Number):
+            return False
+        if atom < len(self.inputs):
+            return self.operands[self.inputs[atom].operand].kind != "shared"
+        if atom not in self._of_rows:
+            self._of_rows[atom] = any(map(self.of_rows, self.equations[atom - len(self.inputs)].inputs))
+        return self._of_rows[atom]
 
     def made_by(self, atom: Atom, *names: str) -> Equation | None:
         """Returns the equation of a value if it has one of these names."""
@@ -149,7 +160,9 @@ class Builder:
     def _masked(self, x: Atom, mask: Atom) -> tuple[Atom, Atom] | None:
         """Returns a truth value and x if `mask` is that value as float32, and no broadcast to the shape of x."""
         made = self.made_by(mask, "bool_to_float")
-        return (made.inputs[0], x) if made is not None and (made.vector or not self.is_vector(x)) else None
+        if made is None or self.is_vector(x) > made.vector or self.of_rows(x) > self.of_rows(mask):
+            return None
+        return made.inputs[0], x
 
     # ------------------------------------------------------------------------------
     # Reductions of a vector to a scalar per row.

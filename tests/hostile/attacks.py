@@ -52,11 +52,11 @@ ATTACKS = (
     ),
     *(
         Attack(name, "random row programs compute what jax.jit of the function does",
-               functools.partial(random_problems.row_programs, kernels), quick, long, one_jax=False)
+               functools.partial(random_problems.row_programs, kernels), quick, long, numbers=True)
         for name, kernels, quick, long in (("row-programs", False, 20, 10_000), ("row-kernels", True, 2, 300))
     ),
     Attack("row-gradients", "random backward passes compute what jax.vjp of the function does",
-           random_problems.row_gradients, 2, 1000, one_jax=False),
+           random_problems.row_gradients, 2, 1000, numbers=True),
     Attack("gpu-kernels", "random problems of the Hopper kernels, interpreted, agree with float64",
            gpu_kernels.tries, 2, 60, numbers=True),
 )  # fmt: skip
