@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import own_clock
+import operations
 import pytest
 from operations import DoubleProblem
 
@@ -33,7 +33,7 @@ X = jnp.arange(8, dtype=jnp.float32)
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
-    monkeypatch.setattr(time, "perf_counter", own_clock.perf_counter)
+    monkeypatch.setattr(time, "perf_counter", operations.own_time)
     monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
@@ -47,7 +47,7 @@ class Company:
 
 def paused(x, seconds):
     def pause(y):
-        own_clock.pause(seconds)
+        operations.pause(seconds)
         return np.asarray(y)
 
     return jax.pure_callback(pause, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
+import operations
 import pytest
 from test_tune_function import SOCIABLE, Company, X, shy, sociable, store  # noqa: F401
 from typer.testing import CliRunner
@@ -40,6 +42,7 @@ def lone():
 
 @pytest.fixture(autouse=True)
 def _no_answers(_own_cache, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", operations.own_time)
     monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.4)
     scheduler.reload()
 
