@@ -382,6 +382,7 @@ def rows(
     bindings = bindings_of(function)
     signature = inspect.signature(function)
     defaults = {x.name: x.default for x in signature.parameters.values() if x.kind is x.KEYWORD_ONLY}
+    needs_names = inspect.Parameter.empty in defaults.values()
     last, along = tuned(ROWS), tuned(ROWS_ALONG)
 
     def answer(first: Any) -> Any:
@@ -392,7 +393,7 @@ def rows(
         nonlocal row
         if (now := bindings.generation()) != row.generation:
             row = dataclasses.replace(row, generation=now)
-        if named or len(given) != len(row.names) or inspect.Parameter.empty in defaults.values():
+        if named or needs_names or len(given) != len(row.names):
             found = signature.bind(*given, **named)
             found.apply_defaults()
             given = tuple(found.arguments[name] for name in row.names)

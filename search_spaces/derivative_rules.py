@@ -22,8 +22,8 @@ from search_spaces.recognise import Inlined, Node, Value, between, constants, gr
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-class _Known(NamedTuple):
-    """A function of JAX whose rule equals the derivative of its equations.
+class Known(NamedTuple):
+    """A function whose rule equals the derivative of its equations.
 
     Attributes:
       operands: how many operands its equation has.
@@ -49,17 +49,18 @@ def _relu6(x: jax.Array) -> jax.Array:
     return lax.select(x >= 6, jnp.full_like(x, 6), _relu(x))
 
 
-_KNOWN: Mapping[str, _Known] = {
+# By the name of the function that has the rule. `rows.formulas` adds those of its own functions.
+KNOWN: dict[str, Known] = {
     # max(x, 0) is x for x > 0 and 0 for x < 0: its derivative is 1 and 0. At 0 the rule gives 0.
-    "relu": _Known(1, lambda _: [jax.nn.relu], _relu),
+    "relu": Known(1, lambda _: [jax.nn.relu], _relu),
     # min(max(x, 0), 6): its derivative is 1 between 0 and 6, else 0. At 0 and 6 the rule gives 0.
-    "relu6": _Known(1, lambda _: [jax.nn.relu6], _relu6),
+    "relu6": Known(1, lambda _: [jax.nn.relu6], _relu6),
     # out = log(e^x + e^y), and d out / dx = e^x / (e^x + e^y) = e^(x - out).
-    "logaddexp": _Known(2, lambda _: [jnp.logaddexp, lambda x, _: jax.nn.softplus(x)]),
+    "logaddexp": Known(2, lambda _: [jnp.logaddexp, lambda x, _: jax.nn.softplus(x)]),
     # d log(1 - e^-x) / dx = e^-x / (1 - e^-x) = 1 / (e^x - 1).
-    "log1mexp": _Known(1, lambda _: [jax.nn.log1mexp]),
+    "log1mexp": Known(1, lambda _: [jax.nn.log1mexp]),
     # y = e^x / sum(e^x), and dy = y dx - y sum(e^x dx) / sum(e^x) = y (dx - sum(y dx)).
-    "_softmax": _Known(2, lambda axes: [*map(_softmax, range(axes))]),
+    "_softmax": Known(2, lambda axes: [*map(_softmax, range(axes))]),
 }
 
 
@@ -71,7 +72,7 @@ def has_own_rule(equation: Any, *, at_ties: bool) -> bool:
     """
     if equation.primitive.name not in _WITH_RULES:
         return False
-    known = _KNOWN.get(_name_of(equation))
+    known = KNOWN.get(_name_of(equation))
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
     if known is None or len(avals) != known.operands or (at_ties and known.selection is not None):
         return True
@@ -85,7 +86,7 @@ def has_own_rule(equation: Any, *, at_ties: bool) -> bool:
 def as_selection(call: Inlined) -> list[Node] | None:
     """Returns equations of the same values and, at ties, of the derivative of a call's rule; None of any other call."""
     equation = call.equation
-    known = _KNOWN.get(_name_of(equation)) if _is_jvp(equation) else None
+    known = KNOWN.get(_name_of(equation)) if _is_jvp(equation) else None
     if known is None or known.selection is None or has_own_rule(equation, at_ties=False):
         return None
     (x,) = call.inputs

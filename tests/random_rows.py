@@ -22,13 +22,10 @@ import numpy as np
 from jax import lax
 
 import scheduler
-from scheduler.core.hardware import CPU
-from search_spaces.kernel import Library
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.derivative import differentiate
-from search_spaces.rows.operation import XlaRows
-from search_spaces.rows.problem import ProgramProblem
+from search_spaces.rows.problem import ProgramProblem, RowProblem
 from search_spaces.rows.program import evaluate
 from search_spaces.rows.reader import trace
 
@@ -327,8 +324,9 @@ def wrong(seeds: Sequence[int], kernels: bool = False) -> Iterator[tuple[int, st
 def _of_program(program: Any, one: RandomRow, arrays: Any) -> Any:
     shapes = [x.shape for x in jax.eval_shape(over_rows(one), *arrays)]
     problem = ProgramProblem(rows=ROWS, text=program.text())
-    found = as_tuple(XlaRows().run(problem, Library(Library.program), CPU.target, *arrays))
-    return [x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
+    # Not `problem.by_xla`, which computes the user's function where it is known.
+    found = zip(as_tuple(RowProblem.by_xla(problem, *arrays)), problem.results(), shapes, strict=True)
+    return [x.astype(of.dtype).reshape(shape) for x, of, shape in found]
 
 
 def _by_kernel(one: RandomRow, arrays: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scheduler.dispatch import dispatch, planned, sharded
-from scheduler.dispatch.primitive import library, tuned_call
+from scheduler.dispatch.primitive import library, params_of_kernels, tuned_call
 from search_spaces import jax_compat, partitioning_compat
 from search_spaces.configuration import formulas
 from search_spaces.exact import exact
@@ -208,7 +208,7 @@ def _call_tuned(operation: Operation[Any], options: dispatch.Options, bound: Bou
 
 
 def _call_library(operation: Operation[Any], bound: BoundCall[Any]) -> Any:
-    params = Params(named for named in bound.params if named[0] not in operation.vjp_params)
+    params = params_of_kernels(operation, bound.params)
     with formulas():
         results = library(operation, bound.problem, params, *bound.operands)
         return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)

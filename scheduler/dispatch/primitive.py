@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -58,10 +58,11 @@ def tuned_call(
         return sharded.call_sharded(operation, problem, options, part, *args)
     if operation.vjp_fwd is not None and not lowering_compat.is_expanded_by_jet(args):
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
-    return _bind(operation, problem, _of_kernels(operation, params), options, *args)
+    return _bind(operation, problem, params_of_kernels(operation, params), options, *args)
 
 
-def _of_kernels(operation: Operation[Any], params: Params) -> Params:
+def params_of_kernels(operation: Operation[Any], params: Iterable[tuple[str, Any]]) -> Params:
+    """Returns the parameters that kernels take, without those of derivatives alone (`Operation.vjp_params`)."""
     return Params(named for named in params if named[0] not in operation.vjp_params)
 
 
@@ -231,7 +232,7 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
 
     It is a `jax.custom_vjp`, which does not support forward-mode differentiation.
     """
-    kernels_params = _of_kernels(operation, params)
+    kernels_params = params_of_kernels(operation, params)
     call = _caller(operation, problem, kernels_params, options)
     call.params = dict(params)  # type: ignore[attr-defined]  # includes parameters that kernels do not receive
     forward, backward = operation.vjp_fwd, operation.vjp_bwd

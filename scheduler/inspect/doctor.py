@@ -218,12 +218,8 @@ def _caches() -> Iterator[Finding]:
 def _stale(records: Sequence[Head], again: str) -> str:
     """Describes how many records are malformed or of another minor version of JAX, and how to make them current."""
     sound = [record.jax for record in records if re.match(r"\d+\.\d+", record.jax)]
-    if len(sound) < len(records):
-        malformed = (
-            f", {len(records) - len(sound)} of them malformed: tile-scheduler list names them, and calls skip them"
-        )
-    else:
-        malformed = ""
+    bad = len(records) - len(sound)
+    malformed = f", {bad} of them malformed: tile-scheduler list names them, and calls skip them" if bad else ""
     made = collections.Counter(filter(stale_version, sound))
     if not made:
         return malformed

@@ -225,9 +225,9 @@ class Child:
         file = self._channel.fileno()
         ready = select.poll()
         ready.register(file, select.POLLIN)
-        ran = None if limit_s is None else RunningTime(self._process.pid)
+        ran = RunningTime(self._process.pid) if limit_s else None
         while b"\n" not in self._unread:
-            left_s = math.inf if ran is None or limit_s is None else limit_s - ran.seconds()
+            left_s = math.inf if limit_s is None else limit_s - ran.seconds() if ran else 0.0
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
                 if self._process.poll() is not None and not ready.poll(0):  # a grandchild may hold the channel open
                     return b""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.derivative_rules import KNOWN, Known
 from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Unsupported
 from search_spaces.rows import recognise
@@ -37,26 +38,26 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def _softmax(x: jax.Array) -> jax.Array:
+def _row_softmax(x: jax.Array) -> jax.Array:
     e = jnp.exp(x - jnp.max(x, initial=-jnp.inf))
     return e / jnp.sum(e)
 
 
-@_softmax.defjvp
+@_row_softmax.defjvp
 def _softmax_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the softmax y and its tangent: the backward pass then needs y alone."""
-    y = _softmax(*primals)
+    y = _row_softmax(*primals)
     (dx,) = tangents
     return y, y * (dx - jnp.sum(y * dx))
 
 
 def softmax(x: jax.Array) -> jax.Array:
     """``exp(x - max(x)) / sum(exp(x - max(x)))``."""
-    return _softmax(wide(x)).astype(x.dtype)
+    return _row_softmax(wide(x)).astype(x.dtype)
 
 
 @jax.custom_jvp
-def _softmax_with_lse(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _row_softmax_with_lse(y: jax.Array) -> tuple[jax.Array, jax.Array]:
     most = jnp.max(y, initial=-jnp.inf)
     # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
     shift = jnp.where(jnp.isfinite(most), most, 0.0)
@@ -66,13 +67,18 @@ def _softmax_with_lse(y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(most == jnp.inf, jnp.nan, e / total), shift + jnp.log(total)
 
 
-@_softmax_with_lse.defjvp
+@_row_softmax_with_lse.defjvp
 def _softmax_with_lse_tangent(primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Returns softmax p, log-sum-exp, and their tangents: the backward pass then needs p alone."""
-    p, lse = _softmax_with_lse(*primals)
+    p, lse = _row_softmax_with_lse(*primals)
     (dy,) = tangents
     moved = jnp.sum(p * dy)
     return (p, lse), (p * (dy - moved), moved)
+
+
+# p = e^x / sum(e^x), and dp = p (dx - sum(p dx)). lse = log(sum(e^x)), and dlse = sum(e^x dx) / sum(e^x) = sum(p dx).
+KNOWN["_row_softmax"] = Known(1, lambda _: [_row_softmax])
+KNOWN["_row_softmax_with_lse"] = Known(1, lambda _: [_row_softmax_with_lse])
 
 
 def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +86,7 @@ def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Source: Dao, arXiv:2307.08691, 3.1.
     """
-    p, lse = _softmax_with_lse(wide(x))
+    p, lse = _row_softmax_with_lse(wide(x))
     return p.astype(x.dtype), lse
 
 

@@ -185,8 +185,6 @@ def _of_function(origin: Origin) -> Derivative | None:
 @functools.lru_cache(maxsize=1024)
 def _has_own_rules(origin: Origin) -> bool:
     """Returns whether the gradient of a function may not be that of its program, as of a straight-through estimator."""
-    if getattr(origin.function.function, "__module__", "") == "search_spaces.rows.formulas":
-        return False  # rules of these formulas are the derivatives of their equations
     function, arrays, _ = origin.traceable
     with jax.enable_x64(origin.x64):
         return derivative_rules.has_own_rules(function, arrays)
