@@ -49,7 +49,7 @@ def _relu6(x: jax.Array) -> jax.Array:
     return lax.select(x >= 6, jnp.full_like(x, 6), _relu(x))
 
 
-# By the name of the function that has the rule. `rows.formulas` adds those of its own functions.
+# By the name of the function that has the rule. `rows.formulas` adds its own functions.
 KNOWN: dict[str, Known] = {
     # max(x, 0) is x for x > 0 and 0 for x < 0: its derivative is 1 and 0. At 0 the rule gives 0.
     "relu": Known(1, lambda _: [jax.nn.relu], _relu),
