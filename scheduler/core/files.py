@@ -112,7 +112,7 @@ def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     permission are overwritten in place.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: it cannot be written; the error names this file, and says if its directory is missing.
     """
     target = Path(os.path.realpath(path))
     if os.path.exists(path) and not (target.is_file() and os.access(target.parent, os.W_OK)):
@@ -127,7 +127,11 @@ def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         if target.exists():
             shutil.copymode(target, fresh)
         fresh.replace(target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        raise
+        if not isinstance(error, OSError):
+            raise
+        there = target.parent.exists()
+        why = error.strerror if there else f"the directory {target.parent} does not exist: create it"
+        raise type(error)(error.errno, why, os.fspath(path)) from None

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import reprlib
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -135,7 +136,10 @@ class Plan:
         Raises:
           PlanError: it cannot be read, is damaged, has a newer format, or was edited after it was written; the message
             says what to do.
+          TypeError: `path` is no path.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"expected a scheduler.Plan or the path of its file, found {reprlib.repr(path)}")
         try:
             return _plan_of(parsed(read_text(path)))
         except OSError as error:

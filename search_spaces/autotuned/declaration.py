@@ -87,7 +87,7 @@ def declared(
       DeclarationError: an argument is invalid; the message says what to write instead.
     """
     if not callable(function) or not hasattr(inspect.unwrap(function), "__code__"):
-        raise DeclarationError(f"autotune decorates a function, not {function!r}")
+        raise DeclarationError(f"autotune decorates a function, not {function!r}: write a function that calls it")
     if hasattr(function, "operation"):
         raise DeclarationError(f"{function.__name__} is decorated already: give all of its choices to one autotune")
     if not callable(reference):

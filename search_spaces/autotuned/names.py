@@ -59,7 +59,7 @@ def _is_again(function: Callable[..., Any], other: Callable[..., Any], captured:
     if _qualname(function) != _qualname(other):
         return False
     if _file(function) != _file(other):
-        return function.__module__ == other.__module__ == "__main__"  # two cells
+        return module_of(function) == module_of(other) == "__main__"  # two cells
     stamp, captured_then = _then[other]
     if list(function.__code__.co_positions()) == list(other.__code__.co_positions()) and captured == captured_then:
         return True
@@ -90,9 +90,10 @@ def _file(function: Callable[..., Any]) -> str:
 def module_of(function: Callable[..., Any]) -> str:
     """Returns the module name for imports.
 
-    For a script, or a file loaded by its path, it is derived from the file's location.
+    For a script, or a file loaded by its path, it is derived from the file's location. A function made by `exec` in a
+    namespace without a name has no module, as one typed at a console.
     """
-    module, file = function.__module__, Path(function.__code__.co_filename)
+    module, file = function.__module__ or "__main__", Path(function.__code__.co_filename)
     if module != "__main__" and not module.startswith(LOADED_FILE):
         return module
     if not file.is_file() or file.suffix != ".py":  # a notebook, a console
@@ -153,7 +154,7 @@ def _text(value: Any) -> str:
         if function.__name__ == "<lambda>":
             return f"lambda#{digest(function.__code__)[:8]}{within}"
         # JAX moves its own functions between modules from version to version.
-        module = function.__module__.partition(".")[0] if is_of_tools(function) else module_of(function)
+        module = str(function.__module__).partition(".")[0] if is_of_tools(function) else module_of(function)
         return f"{module}.{function.__qualname__}{within}".replace("<locals>.", "")
     try:
         text = static_to_text("", value)

@@ -90,6 +90,13 @@ def matmul(
       TypeError, ValueError: as `jnp.matmul`; also for a wrong activation, bias or residual, with the expected value.
     """
     a, b, bias, residual = operands
+    if jax.dtypes.itemsize_bits(jnp.result_type(a)) < 8 or jax.dtypes.itemsize_bits(jnp.result_type(b)) < 8:
+        # XLA has products of such operands for few dtypes of the result, if any (CPU and GPU, JAX 0.12).
+        out = jax.eval_shape(functools.partial(jnp.matmul, preferred_element_type=preferred_element_type), a, b).dtype
+        wide = operands._replace(a=a.astype(_of_bytes(a.dtype)), b=b.astype(_of_bytes(b.dtype)))
+        return matmul(
+            wide, precision=precision, preferred_element_type=_of_bytes(out), activation=activation
+        ).astype(out)
     if bias is None and activation is None and residual is None:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)
     product = functools.partial(jnp.matmul, precision=precision)
@@ -101,6 +108,15 @@ def matmul(
     rows = None if bias is None else jnp.broadcast_to(bias, acc.shape)
     value = epilogue.apply(acc.astype(widest), bias=rows, activation=activation or "", residual=residual)
     return value.astype(out.dtype)
+
+
+def _of_bytes(dtype: Any) -> Any:
+    """Returns a dtype of whole bytes that holds the numbers of this one."""
+    if jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+    return jnp.bfloat16
 
 
 def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:

@@ -66,7 +66,8 @@ def bind(
       boundaries: `group_sizes` are boundaries, as `RaggedDotProblem.of` takes them.
 
     Raises:
-      TypeError: an operand is a list. Other calls that `jax.lax.ragged_dot` rejects raise in `Unsupported.answer`.
+      TypeError: an operand is a list. Shapes that do not fit, and other calls that `jax.lax.ragged_dot` rejects, raise
+        in `Unsupported.answer`.
       ValueError: `distribution` has no name of a distribution, and no sizes of these groups.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
@@ -186,7 +187,14 @@ def _formula(
         preferred_element_type=preferred_element_type,
     )
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes)
-    if offset is None or rhs.ndim != 3 or lhs.ndim != 2 or 0 in (*rhs.shape, *sizes.shape):
+    fits = lhs.ndim == 2 and rhs.ndim == 3 and lhs.shape[1] == rhs.shape[2 if transpose_rhs else 1]
+    if not fits or (offset is None and sizes.shape[0] != rhs.shape[0]):
+        matrices = "[groups, n, k]" if transpose_rhs else "[groups, k, n]"
+        raise TypeError(
+            f"rows of shape {lhs.shape}, matrices of shape {rhs.shape} and {sizes.shape[0]} group sizes do not fit: "
+            f"[rows, k], {matrices} and a size for each group are needed"
+        )
+    if offset is None or 0 in (*rhs.shape, *sizes.shape):
         sizes = sizes if offset is None else jnp.zeros(rhs.shape[:1], jnp.int32)
         return product(lhs, rhs, sizes)
     bounds = _boundaries(sizes, jnp.asarray(offset), rhs.shape[0], lhs.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -143,7 +144,19 @@ class RowFunction:
         for place, impl, count in self.keys:
             args[place : place + count] = [key_of(args[place : place + count], impl)]
         with tracing(self.generation):
-            return run(*args)
+            result = run(*args)
+        self._require_arrays(result)
+        return result
+
+    def _require_arrays(self, result: Any) -> None:
+        wanted = f"{self.name} of one row must return rows, scalars, or a pytree of both, found"
+        if not (leaves := jax.tree.leaves(result)):
+            raise TypeError(f"{wanted} {result!r}")
+        for x in leaves:
+            try:
+                jax.typeof(x)
+            except TypeError:
+                raise TypeError(f"{wanted} {reprlib.repr(x)} of type {type(x).__name__}") from None
 
     def of_words(self, arrays: Sequence[Any]) -> tuple[RowFunction, tuple[Any, ...]]:
         """Returns the function and its arguments with the words of random keys in place of the keys."""
