@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from scheduler.measure.runner import RunnerOptions
 from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
+from scheduler.store.store import require_store
 from search_spaces import OPERATIONS, load, run_by, stop_script_import
 from search_spaces.bindings import drop_traces
 from search_spaces.operation import BoundCall, Operation, Unsupported
@@ -175,8 +175,7 @@ def tune(
       NoCandidate, CandidateFailed, WorkerError: as in `search.tuner.tune`.
     """
     stop_script_import()
-    if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store must be a scheduler.Store, found {store!r}: pass scheduler.Store({str(store)!r})")
+    require_store(store)
     arguments.checked_text("hardware", hardware)
     search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
     operation, problem = _named(operation, args, named, frozenset(search))

@@ -340,7 +340,7 @@ def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
 def unknown(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: the name, the closest known name, and all known names."""
     known = list(known)
-    close = meant(name, known)
+    close = meant(str(name), known)
     hint = f"; did you mean {close!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
 

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from scheduler.cli import extracting, inspecting, listing, measuring, misses, plotting, storing, tuning, verifying
+from scheduler.cli.arguments import all_stores_read
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
 from scheduler.core.interrupts import Watch, left_behind
@@ -31,14 +32,14 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 class _Commands(TyperGroup):
     """Runs commands with the exit conventions of a shell.
 
-    An error is one sentence on standard error, with status 1. Ctrl-C exits with 130 and SIGTERM with 143, after worker
-    processes have ended and files are closed. A second signal exits at once.
+    An error is one sentence on standard error, with status 1, as is a store that cannot be read. Ctrl-C exits with 130
+    and SIGTERM with 143, after worker processes have ended and files are closed. A second signal exits at once.
     """
 
     def invoke(self, ctx: Any) -> Any:
         watch = Watch(command=True)
         try:
-            with watch:
+            with watch, all_stores_read():
                 return super().invoke(ctx)
         except (SchedulerError, DeclarationError) as error:
             if isinstance(error, CandidateFailed) and error.__cause__ is not None:
@@ -46,7 +47,7 @@ class _Commands(TyperGroup):
             print(printable(f"tile-scheduler: {error}"), file=sys.stderr)
             raise typer.Exit(1) from None
         except typer.BadParameter as error:
-            error.message = printable(error.message)
+            error.message = printable(_number_wanted(error) or error.message)
             raise
         except Exception as error:
             if (place := _user_location(error)) is None:
@@ -59,6 +60,20 @@ class _Commands(TyperGroup):
             kept = "; finished measurements are kept, and the same command resumes" if measures else ""
             print(f"tile-scheduler: interrupted{kept}", file=sys.stderr)
             raise typer.Exit(128 + (watch.number or signal.SIGINT)) from None
+
+
+def _number_wanted(error: typer.BadParameter) -> str | None:
+    """Returns the message for a number of another type or out of range; None for another error.
+
+    Typer gives those of pydantic, as in "Input should be greater than or equal to 1", without the value.
+    """
+    found = next(iter(getattr(error.__cause__, "errors", list)()), None)
+    if found is None:
+        return None
+    least, most, default = (getattr(error.param, name, None) for name in ("min", "max", "default"))
+    kind = "a number" if any(isinstance(x, float) for x in (least, default)) else "an integer"
+    bounds = f" from {least} to {most}" if most is not None else "" if least is None else f", {least} or more"
+    return f"expected {kind}{bounds}, found {found['input']!r}"
 
 
 def _user_location(error: BaseException) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -300,8 +301,24 @@ def no_store() -> Store:
     return Store(":memory:")
 
 
+# The errors of unreadable stores that were reported, while a command runs.
+_unreadable: ContextVar[list[str]] = ContextVar("unreadable")
+
+
+@contextlib.contextmanager
+def all_stores_read() -> Iterator[None]:
+    """Ends a command with status 1 after its output if a store could not be read, which may have held more."""
+    token = _unreadable.set([])
+    try:
+        yield
+        if _unreadable.get():
+            raise typer.Exit(1)
+    finally:
+        _unreadable.reset(token)
+
+
 def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
-    """Yields the location and result of `ask` for each store that calls read. Unreadable stores are reported."""
+    """Yields the location and result of `ask` for each store that calls read. Each unreadable one is reported once."""
     from scheduler.store.store import shipped
 
     for opened in (user_store, shipped):
@@ -310,7 +327,9 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
                 continue
             answer = ask(store)
         except StoreError as error:
-            say(f"tile-scheduler: {error} (continuing without it)")
+            if str(error) not in (reported := _unreadable.get()):
+                reported.append(str(error))
+                say(f"tile-scheduler: {error} (continuing without it)")
         else:
             yield SHIPPED if opened is shipped else store.location, answer
 

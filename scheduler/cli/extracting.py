@@ -54,7 +54,7 @@ def extract(
         over = _mesh(mesh)
         fn, given = named.function(function, arrays or (), over)
         chip = _target_context(hardware)
-    with _context_mesh(over), chip, _untraceable(function):
+    with _context_mesh(over), chip, untraceable(function):
         found = optimized_problems(fn, given, {}) if optimized else problems(fn, *given)
     if as_json:
         from scheduler.functions.problems import to_json
@@ -96,17 +96,18 @@ def _target_context(name: str | None) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _untraceable(name: str) -> Iterator[None]:
-    """Converts JAX's TypeError about the function as a whole to one sentence.
-
-    Errors raised by a line of user code are not converted. They are reported with that line.
-    """
+def untraceable(name: str) -> Iterator[None]:
+    """Converts an error of a user's function, such as wrong shapes in a call, to a sentence with the user's line."""
     try:
         yield
-    except TypeError as error:
-        if any(call.owner == "user" for call in frames.calls(error)):
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if isinstance(error, SchedulerError):
             raise
-        raise SchedulerError(f"{name} cannot be traced: {str(error).partition(chr(10))[0]}") from error
+        line = next((call for call in frames.calls(error) if call.owner == "user"), None)
+        where = f"{name} cannot be traced"
+        if line is not None:
+            where = f"{line.file}:{line.line}, in {line.function}: {type(error).__name__}"
+        raise SchedulerError(f"{where}: {str(error).partition(chr(10))[0]}") from error
 
 
 # ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from scheduler.cli.arguments import (
     usage_errors,
     user_store,
 )
+from scheduler.cli.extracting import untraceable
 from scheduler.cli.terminal import console_here, labelled, output, print_json, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.plan import Plan
@@ -133,7 +134,8 @@ def _verify_function(plan: Plan, function: str, arrays: Sequence[str], as_json: 
 
     with usage_errors():
         fn, args = named.to_time(function, arrays)
-    found = remeasure_plan(plan, fn, args)
+    with untraceable(function):
+        found = remeasure_plan(plan, fn, args)
     margin = found.margin
     if as_json:
         print_json(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from scheduler.functions.equations import ProblemCount
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
-from scheduler.store.store import Store
+from scheduler.store.store import Store, require_store
 from search_spaces.configuration import comparisons
 from tile_scheduler import __version__
 
@@ -107,10 +106,7 @@ def _require(args: Sequence[Any], minutes: float, budget: int, store: Any) -> No
         raise SchedulerError(f"tune_function measures on this chip: leave scheduler.target({calls.target.value!r})")
     arguments.checked_number("minutes", minutes)
     arguments.checked_integer("budget", budget)
-    if isinstance(store, str | os.PathLike):
-        raise TypeError(
-            f"store must be a scheduler.Store, found the path {store!r}: pass scheduler.Store({str(store)!r})"
-        )
+    require_store(store)
     for leaf in jax.tree.leaves(args):
         if isinstance(leaf, jax.core.Tracer):
             raise SchedulerError(

@@ -284,7 +284,7 @@ class Database:
             yield
         except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
             reason = getattr(error, "orig", None) or error
-            message = redacted(str(reason), self._url)
+            message = redacted(" ".join(str(reason).split()), self._url)
             refused = StoreError(f"{self.location} cannot be {verb} ({message}): {_advice(reason, self._path)}")
             if not tells(error, self._url):
                 raise refused from error
@@ -439,5 +439,7 @@ def _advice(reason: object, path: Path | None) -> str:
             f"permission, or set {CACHE_VARIABLE} to a copy of both"
         )
     code = getattr(reason, "sqlite_errorname", "")
+    if path is None and not isinstance(reason, sqlite3.Error | OSError):
+        return f"check that its server runs and is reachable, or set {CACHE_VARIABLE} to a file"
     otherwise = f"check that it exists and is writable, or set {CACHE_VARIABLE} to another file"
     return next((advice for name, advice in _ADVICE.items() if code.startswith(name)), otherwise)

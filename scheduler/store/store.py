@@ -413,6 +413,13 @@ class Store:
                 queries.warn_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
 
+def require_store(given: object) -> None:
+    """Raises a TypeError if an argument `store` is neither a `Store` nor None."""
+    if given is not None and not isinstance(given, Store):
+        instead = f": pass scheduler.Store({str(given)!r})" if isinstance(given, str | os.PathLike) else ""
+        raise TypeError(f"store must be a scheduler.Store, found {given!r}{instead}")
+
+
 def shipped() -> Store | None:
     """Returns the read-only store that comes with this package, from a checkout or a wheel, or None."""
     package = Path(__file__).parents[1]

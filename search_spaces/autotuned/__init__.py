@@ -106,7 +106,10 @@ class CallProblem(Problem):
 
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
         given = self._asked(self.declared.tolerance, None)
-        return super().tolerance() if given is None else tolerance_of(given)
+        found = super().tolerance() if given is None else tolerance_of(given)
+        if isinstance(found, tuple) and len(found) != len(self.results()):
+            raise DeclarationError(f"tolerance={given!r} has {len(found)} values for {len(self.results())} results")
+        return found
 
     def special(self) -> tuple[str, ...]:
         there_are = checking.kinds_of([s.dtype for s in self.operands()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -208,7 +208,7 @@ def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
             return given
         case bool():
             pass
-        case int() | float() if 0 <= given < math.inf:
+        case int() | float() if 0 <= given <= sys.float_info.max:
             return Tolerance(absolute=float(given), relative=float(given), scale=DOWN)
         case tuple() | list():
             return tuple(one for each in given for one in [tolerance_of(each)] if isinstance(one, Tolerance))

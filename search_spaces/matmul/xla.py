@@ -93,9 +93,9 @@ def matmul(
     if jax.dtypes.itemsize_bits(jnp.result_type(a)) < 8 or jax.dtypes.itemsize_bits(jnp.result_type(b)) < 8:
         # XLA has products of such operands for few dtypes of the result, if any (CPU and GPU, JAX 0.12).
         out = jax.eval_shape(functools.partial(jnp.matmul, preferred_element_type=preferred_element_type), a, b).dtype
-        wide = operands._replace(a=a.astype(_of_bytes(a.dtype)), b=b.astype(_of_bytes(b.dtype)))
+        of_bytes = operands._replace(a=a.astype(_of_bytes(a.dtype)), b=b.astype(_of_bytes(b.dtype)))
         return matmul(
-            wide, precision=precision, preferred_element_type=_of_bytes(out), activation=activation
+            of_bytes, precision=precision, preferred_element_type=_of_bytes(out), activation=activation
         ).astype(out)
     if bias is None and activation is None and residual is None:
         return jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)

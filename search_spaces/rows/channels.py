@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -145,8 +146,8 @@ def _bind(x: Any, weight: Any, bias: Any, *, groups: int, eps: float = EPS) -> B
     if jnp.ndim(x) < 2:
         raise ValueError(f"x has shape {jnp.shape(x)}; [samples, ..., channels] is needed")
     channels = jnp.shape(x)[-1]
-    if groups < 1 or channels % groups:
-        raise ValueError(f"{channels} channels are not {groups} groups of the same size")
+    if not isinstance(groups, numbers.Integral) or groups < 1 or channels % groups:
+        raise ValueError(f"{channels} channels are not {groups!r} groups of the same size")
     group = channels // groups
 
     def by_xla() -> jax.Array:

@@ -203,11 +203,15 @@ def age(path):
 @pytest.mark.parametrize("harm", [spoil, age])
 def test_a_cache_that_cannot_be_read_is_a_sentence_and_reading_goes_on_without_it(harm, tmp_path):
     harm(tmp_path / "cache.db")
-    for command, status in ((["list"], 0), (["explain", "matmul", *SMALL], 0), (["show", "matmul", *SMALL], 1)):
-        out, err = run(*command, status=status)
+    for command, answers in (
+        (["list"], True),
+        (["explain", "matmul", *SMALL], True),
+        (["show", "matmul", *SMALL], False),
+    ):
+        out, err = run(*command, status=1)
         assert "cache.db" in err
-        assert "(continuing without it)" in err
-        assert bool(out) == (status == 0)
+        assert err.count("(continuing without it)") == 1
+        assert bool(out) == answers
     for command in (["tune", "matmul", *SMALL], ["export"]):
         _, err = run(*command, status=1)
         assert "cache.db" in err
