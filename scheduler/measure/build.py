@@ -102,12 +102,20 @@ def _operations(within: Any, but: str | None = None) -> Iterator[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or its type if the message is empty."""
+    """Returns the first line of an exception's message, or its type if the message is empty.
+
+    For an exception in a callback, XLA's message is a whole traceback: the line is that of the exception there.
+    """
     try:
         text = str(error).strip()
     except BaseException:  # `__str__` of a user-defined exception may raise anything
         text = ""
-    return (text or type(error).__name__).splitlines()[0][:300]
+    lines = (text or type(error).__name__).splitlines()
+    if "Traceback (most recent call last)" in lines[0]:
+        calls = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+        below = lines[calls[-1] + 1 :] if calls else lines[1:]
+        lines = [line for line in below if not line.startswith("    ")] or lines[-1:]
+    return lines[0][:300]
 
 
 def describe_exception(error: BaseException) -> str:

@@ -84,7 +84,8 @@ def race(
     Buffers are at other addresses in each round (`Bench.again`), so the rounds show how a time depends on them. If all
     rivals take longer in a round, that is a drift of the device; if one does, that is a property of this rival. The
     library is used if the winner is not faster in the mean over the rounds: a kernel of 66 us that takes 80 us at every
-    third address loses to 69 us.
+    third address loses to 69 us. It is also used if at this confidence the winner may be slower, or slower by more than
+    `TIE` if the library yields.
 
     A rival ties with the leader if, at this confidence, it is slower by at most `TIE` and possibly not slower at all. A
     tie goes to the library (unless it yields), then to the smaller on-chip footprint, then to the shorter label (a
@@ -153,11 +154,16 @@ def _decided(
     leader = _leader([rival.label for rival in running], rounds)
     margins = {rival.label: _margin(leader, rival.label, rounds) for rival in finished}
     tied = [rival for rival in finished if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
-    winner = _first(tied).label
-    for library in finished:
-        if library.library and not library.loses_ties and _mean_margin(winner, library.label, rounds) < 0:
-            notes.append(f"{winner} leads, but {library.label} is faster in the mean over the rounds")
-            winner = library.label
+    best = _first(tied)
+    for library in sorted((r for r in finished if r.library), key=lambda r: margins[r.label].middle):
+        if library.loses_ties and _margin(library.label, best.label, rounds).high <= TIE:
+            continue
+        if _mean_margin(best.label, library.label, rounds) < 0:
+            notes.append(f"{best.label} leads, but {library.label} is faster in the mean over the rounds")
+            best = library
+        elif not best.library and _margin(best.label, library.label, rounds).low <= 0:  # undecided
+            best = library
+    winner = best.label
     order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
     drift, spread = _drift(running, rounds), _spread(winner, rounds)

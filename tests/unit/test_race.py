@@ -73,8 +73,26 @@ def test_a_tie_goes_to_the_library():
 def test_a_tie_goes_to_any_other_than_a_library_that_yields():
     rivals = dataclasses.replace(LIBRARY, loses_ties=True), SMALL, LARGE
     winners = [run((1.0, 1.0, 1.0), rivals, seed=seed).order[0] for seed in range(40)]
-    assert winners.count(LIBRARY.label) <= 1
+    assert winners.count(LIBRARY.label) <= 2
     assert run((1.0, 1.02, 1.02), rivals).order[0] == LIBRARY.label
+
+
+@pytest.mark.parametrize("loses_ties", [False, True])
+def test_what_is_undecided_goes_to_the_library_even_if_it_yields_ties(loses_ties):
+    """In every eighth round the kernel takes 20 % longer: at 99 % confidence, 8 to 20 rounds do not tell who is ahead."""
+    rivals = dataclasses.replace(LIBRARY, loses_ties=loses_ties), SMALL
+
+    def now_and_then(rival):
+        asked.append(rival.label)
+        slow = rival is SMALL and asked.count(rival.label) % 8 in (0, 3, 5)
+        time_s = 1.0 if rival is not SMALL else 1.05 if slow else 0.96
+        return Measurement(time_s, (time_s,) * REPETITIONS, "cupti", "cold")
+
+    asked = []
+    result = race(rivals, now_and_then)
+    assert result.order == (LIBRARY.label, SMALL.label)
+    assert result.verdict.tied == ()
+    assert result.verdict.margin_low < 0 < result.verdict.margin_high
 
 
 def test_a_tie_of_others_goes_to_the_smaller_footprint():
@@ -154,8 +172,8 @@ def test_a_kernel_that_is_much_slower_at_some_addresses_loses_to_the_library():
     assert max(result.times[SMALL.label].samples_s) > 80, "rounds at such addresses are not repeated"
 
 
-def test_a_kernel_that_is_slower_at_some_addresses_wins_if_its_mean_is_faster_and_the_record_notes_the_spread():
-    result = race((LIBRARY, SMALL), Placed({LIBRARY.label: 69.0, SMALL.label: 60.0}, SMALL, 1.25))
+def test_a_kernel_that_is_slower_at_some_addresses_wins_if_it_is_faster_at_all_and_the_record_notes_the_spread():
+    result = race((LIBRARY, SMALL), Placed({LIBRARY.label: 69.0, SMALL.label: 50.0}, SMALL, 1.25))
     assert result.order == (SMALL.label, LIBRARY.label)
     (note,) = result.verdict.notes
     assert re.fullmatch(rf"the times of {re.escape(SMALL.label)} differ by 25(\.\d)?% between rounds, .*", note)
