@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from scheduler.api import tune, tuned
+from scheduler.core.arguments import MOST, checked_integer_or_none
 from scheduler.dispatch import calls
 from scheduler.tuned_calls import SHARED, Selection, public, selected
 from search_spaces.bindings import bindings_of
@@ -227,7 +228,9 @@ def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) ->
 
 
 @public(CROSS_ENTROPY)
-def tuned_cross_entropy(logits: Any, labels: Any, **selection: Unpack[Selection]) -> jax.Array:
+def tuned_cross_entropy(
+    logits: Any, labels: Any, *, ignore_index: int | None = None, **selection: Unpack[Selection]
+) -> jax.Array:
     """Computes ``log(sum(exp(logits))) - logits[label]`` of each row, in float32, with the best known schedule.
 
     No copy of the logits in float32 is written, and the backward pass ("cross_entropy_backward", a tuned call) reads
@@ -236,21 +239,25 @@ def tuned_cross_entropy(logits: Any, labels: Any, **selection: Unpack[Selection]
 
     Args:
       logits: ``[..., columns]``.
-      labels: integers ``[...]``; the loss of a label that is no column is NaN.
+      labels: integers ``[...]``; the loss of another label that is no column is NaN.
+      ignore_index: rows with this label, such as -100, have a loss and a gradient of zero. A mean over the rows counts
+        them: divide the sum by ``(labels != ignore_index).sum()``. None ignores no row.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
       A float32 array ``[...]``, the loss of each row.
 
     Raises:
-      TypeError: labels that are no integers.
-      ValueError: labels of another shape than ``logits.shape[:-1]``.
+      TypeError: labels, or an `ignore_index`, that are no integers.
+      ValueError: labels of another shape than ``logits.shape[:-1]``, or an `ignore_index` of more than 32 bits.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
-    return calls.answer(_CROSS_ENTROPY, selected(tuned_cross_entropy, selection), logits, labels)
+    ignored = checked_integer_or_none("ignore_index", ignore_index, least=-MOST - 1)
+    return calls.answer(_CROSS_ENTROPY, (*selected(tuned_cross_entropy, selection), ignored), logits, labels)
 
 
-_LOG_SOFTMAX, _CROSS_ENTROPY = calls.Signature(LOG_SOFTMAX, ("axis",)), calls.Signature(CROSS_ENTROPY)
+_LOG_SOFTMAX = calls.Signature(LOG_SOFTMAX, ("axis",))
+_CROSS_ENTROPY = calls.Signature(CROSS_ENTROPY, ("ignore_index",))
 
 
 # ------------------------------------------------------------------------------

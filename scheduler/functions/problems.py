@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,9 @@ from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.functions.optimize import Optimized
 
 # ------------------------------------------------------------------------------
 # Finds the problems that each device runs when XLA partitions a function over several devices.
@@ -311,7 +316,8 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
     Args:
       fn: A plain function, or one jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. State that it updates in
-        place (modules, dicts, lists) counts as a result.
+        place (modules, dicts, lists) counts as a result. For a result of `scheduler.optimize`, the problems are those
+        that it poses.
       args, kwargs: Arguments of `fn`. A `jax.ShapeDtypeStruct`, optionally with a sharding, may replace an array. Other
         arguments are constants.
 
@@ -321,6 +327,8 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
     Warns if all derivatives that `fn` computes are dropped because none of its results needs them.
     """
+    if (posed := optimized_call(fn, args, kwargs)) is not None:
+        return posed[0].problems(*posed[1], **posed[2])
     chip = _chip()
     pure = pure_call(fn, args, kwargs)
     function = equations.traced(pure.function, *pure.arrays)
@@ -336,6 +344,28 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())
     mesh = "" if over is None else mesh_text(over)
     return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), _loops(function.jaxpr), mesh, by_library)
+
+
+def optimized_call(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Optimized, tuple[Any, ...], Mapping[str, Any]] | None:
+    """Returns the result of `scheduler.optimize` that `fn`, also a method or a partial of one, calls; None for another.
+
+    The arguments returned with it include those that `fn` holds.
+
+    Raises:
+      TypeError: `fn` is not callable.
+    """
+    from scheduler.functions.optimize import Optimized
+
+    if not callable(fn):
+        raise TypeError(f"expected a function, found {fn!r}")
+    while isinstance(fn, functools.partial | types.MethodType):
+        if isinstance(fn, functools.partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        else:
+            fn, args = fn.__func__, (fn.__self__, *args)
+    return (fn, args, kwargs) if isinstance(fn, Optimized) else None
 
 
 @comparisons()

@@ -32,7 +32,7 @@ from scheduler.functions.ablation import (
 from scheduler.functions.answers import MIN_GAIN, Known, Search, known
 from scheduler.functions.comparison import Seconds
 from scheduler.functions.equations import ProblemCount
-from scheduler.functions.problems import problems
+from scheduler.functions.problems import optimized_call, problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
 from scheduler.store.store import Store, require_store
@@ -81,14 +81,23 @@ def tune_function(
     Raises:
       TypeError, ValueError: `minutes` or `budget` is not a valid number, a backend is unknown, or an argument is a
         shape instead of an array.
-      SchedulerError: `fn` makes no tuned call (the message lists calls that could be tuned), or `tune_function` is
+      SchedulerError: `fn` is optimized or makes no tuned call (the message says what to do), or `tune_function` is
         called under a trace or in a job of several processes.
     """
     _require(args, minutes, budget, store)
+    if optimized_call(fn, args, {}) is not None:
+        raise SchedulerError(
+            f"{_name(fn)} is optimized, and compares whole versions itself instead of using a plan: tune its problems, "
+            'scheduler.problems(f, ...).save("job.toml") and tile-scheduler tune --job job.toml'
+        )
     whole = CompiledFunction(fn, args)
     found = problems(whole.call, *whole.arrays)
     if not found.tuned:
-        raise SchedulerError(f"{_name(fn)} makes no tuned call, so there is nothing to plan. {found!r}")
+        made = ", ".join(dict.fromkeys(each.call for each in found.untuned)) or "tuned functions"
+        raise SchedulerError(
+            f"{_name(fn)} makes no tuned call, so there is nothing to plan: call {made} in it, or use "
+            f"scheduler.optimize({_name(fn)}) instead"
+        )
     for row in found.tuned:
         named_backends(row.operation, backends)
     return _FunctionTuning(_name(fn), whole, found.tuned, chips.detect()).run(

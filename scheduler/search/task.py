@@ -260,7 +260,7 @@ def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, P
     if low < 1:
         raise ValueError(f"{name}={low}..{high}: an extent must be at least 1")
     lowest, highest = (operation.problem.parse({**texts, name: str(value)}) for value in (low, high))
-    if _shapes(lowest) == _shapes(highest):
+    if getattr(lowest, name) == getattr(highest, name) or _shapes(lowest) == _shapes(highest):
         raise ValueError(f"{name}={low}..{high}: only an extent may be a range, and no array's shape depends on {name}")
     return name, lowest, highest
 

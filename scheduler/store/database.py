@@ -282,7 +282,8 @@ class Database:
         """Converts exceptions of databases and file systems to a `StoreError` with advice."""
         try:
             yield
-        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
+        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, OverflowError, RuntimeError) as error:
+            # A RuntimeError: there is no home directory. An OverflowError: a column of integers has an infinity.
             reason = getattr(error, "orig", None) or error
             message = redacted(" ".join(str(reason).split()), self._url)
             refused = StoreError(f"{self.location} cannot be {verb} ({message}): {_advice(reason, self._path)}")

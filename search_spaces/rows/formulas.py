@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -167,7 +168,16 @@ def _bind_log_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported
     return bind_along(LogSoftmaxProblem, jax.nn.log_softmax, x, axis)
 
 
-def _bind_cross_entropy(logits: Any, labels: Any) -> BoundCall[Any] | Unsupported:
+def _then(found: BoundCall[Any] | Unsupported, last: Callable[[Any], Any]) -> BoundCall[Any] | Unsupported:
+    """Returns the call with `last` applied to its result."""
+    if isinstance(found, Unsupported):
+        return Unsupported(found.reason, lambda: last(found.answer()))
+    assert found.restore is not None
+    restore = found.restore
+    return dataclasses.replace(found, restore=lambda *results: last(restore(*results)))
+
+
+def _bind_cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None = None) -> BoundCall[Any] | Unsupported:
     """Binds a call of `scheduler.tuned_cross_entropy`, with the same arguments."""
     require_array("logits", logits)
     require_array("labels", labels)
@@ -178,6 +188,10 @@ def _bind_cross_entropy(logits: Any, labels: Any) -> BoundCall[Any] | Unsupporte
     if jnp.ndim(logits) == 0 or jnp.shape(labels) != jnp.shape(logits)[:-1]:
         raise ValueError(f"labels have shape {jnp.shape(labels)}; logits {jnp.shape(logits)} need one for each row")
     labels = jnp.asarray(labels)
+    if ignore_index is not None:
+        ignored = labels.astype(jnp.int32) == ignore_index
+        counted = _bind_cross_entropy(logits, jnp.where(ignored, jnp.zeros_like(labels), labels))
+        return _then(counted, lambda loss: jnp.where(ignored, jnp.zeros_like(loss), loss))
     if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, jnp.shape(logits)[-1])
     return bind_formula(CrossEntropyProblem, logits, labels.astype(jnp.int32))
@@ -389,15 +403,7 @@ def _bind_quantize_rows(
     found = bind_formula(
         QuantizeRowsProblem, x.reshape(*shape[:-1], shape[-1] // block, block), result_dtype=result_dtype
     )
-
-    def restored(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return q.reshape(shape), scale
-
-    if isinstance(found, Unsupported):
-        return Unsupported(found.reason, lambda: restored(*found.answer()))
-    assert found.restore is not None
-    inner = found.restore
-    return dataclasses.replace(found, restore=lambda *results: restored(*inner(*results)))
+    return _then(found, lambda both: (both[0].reshape(shape), both[1]))
 
 
 _QUANTIZE_ROWS = row_operations(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +247,17 @@ class QuantizedProblem(FormulaProblem):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("result_dtype", RESULT_DTYPES)
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str]) -> Self:
+        """Also takes `block`, as `scheduler.tuned_quantize_rows` does: the blocks of a row are rows of the problem."""
+        whole = super().parse({name: text for name, text in texts.items() if name != "block"})
+        if (block := texts.get("block")) is None:
+            return whole
+        if not block.isdecimal() or int(block) < 1 or whole.columns % int(block):
+            raise ValueError(f"block={block} does not divide columns={whole.columns}")
+        rows = whole.rows * (whole.columns // int(block))
+        return dataclasses.replace(whole, rows=rows, columns=int(block))
 
 
 class FormulaTangentProblem(TangentProblem, FormulaProblem):
