@@ -200,13 +200,14 @@ def predict(
     kind: str | None = None,
     backends: Backends | None = None,
 ) -> Answer:
-    """Returns the top prediction for `problem` on the local device, or on the chip `kind`, without measuring.
+    """Returns the top prediction for `problem` on the chip `kind`, without measuring.
 
-    Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
+    None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
     problem, or of a range that contains it, the result is that record's schedule.
     """
     operation, args = _named(operation, (problem,))
-    chip = chips.detect() if kind is None else chips.find(arguments.checked_text("kind", kind))
+    named = calls.target.value if kind is None else arguments.checked_text("kind", kind)
+    chip = chips.detect() if kind is None and not named else chips.find(named)
     found = evidence(dispatch.user_cache(), operation, args, chip)
     among = named_backends(operation, backends)
     return answer(operation, args, chip, backends=among, records=found.records, ranges=found.ranges)

@@ -26,7 +26,7 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import comparison, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted
 from scheduler.functions.equations import replacing_operations
-from scheduler.functions.problems import Problems, optimized_problems
+from scheduler.functions.problems import PosesProblems
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Arguments, Decided, Trial
 from search_spaces import lowering_compat
@@ -120,7 +120,7 @@ def optimize(
 _OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
-class Optimized:
+class Optimized(PosesProblems):
     """A function compiled with and without tuned kernels, and its decisions by arguments. It is thread-safe."""
 
     def __init__(
@@ -220,14 +220,6 @@ class Optimized:
         """The decisions, one for each kind of arguments, in the order of their first calls."""
         with self._guard:
             return tuple(version.decided for version in self._table.values() if version is not _OPENED)
-
-    def problems(self, *args: Any, **kwargs: Any) -> Problems:
-        """Returns the problems that a call with these arguments poses: attention, matmuls, and the tuned calls in it.
-
-        The call is traced, not run. `Problems.save` writes them as a job for ``tile-scheduler tune --job``.
-        A `jax.ShapeDtypeStruct` may replace an array.
-        """
-        return optimized_problems(self._fn, args, kwargs)
 
     def report(self) -> str:
         """Returns the decisions, their arguments and their reasons as text."""

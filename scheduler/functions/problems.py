@@ -9,7 +9,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,6 @@ from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-
-if TYPE_CHECKING:
-    from scheduler.functions.optimize import Optimized
 
 # ------------------------------------------------------------------------------
 # Finds the problems that each device runs when XLA partitions a function over several devices.
@@ -346,9 +343,23 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), _loops(function.jaxpr), mesh, by_library)
 
 
+class PosesProblems:
+    """A function that poses problems by replacing equations: the base of `scheduler.optimize`'s results."""
+
+    _fn: Callable[..., Any]
+
+    def problems(self, *args: Any, **kwargs: Any) -> Problems:
+        """Returns the problems that a call with these arguments poses: attention, matmuls, and the tuned calls in it.
+
+        The call is traced, not run. `Problems.save` writes them as a job for ``tile-scheduler tune --job``.
+        A `jax.ShapeDtypeStruct` may replace an array.
+        """
+        return optimized_problems(self._fn, args, kwargs)
+
+
 def optimized_call(
     fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Optimized, tuple[Any, ...], Mapping[str, Any]] | None:
+) -> tuple[PosesProblems, tuple[Any, ...], Mapping[str, Any]] | None:
     """Returns the result of `scheduler.optimize` that `fn`, also a method or a partial of one, calls; None for another.
 
     The arguments returned with it include those that `fn` holds.
@@ -356,8 +367,6 @@ def optimized_call(
     Raises:
       TypeError: `fn` is not callable.
     """
-    from scheduler.functions.optimize import Optimized
-
     if not callable(fn):
         raise TypeError(f"expected a function, found {fn!r}")
     while isinstance(fn, functools.partial | types.MethodType):
@@ -365,7 +374,7 @@ def optimized_call(
             fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
         else:
             fn, args = fn.__func__, (fn.__self__, *args)
-    return (fn, args, kwargs) if isinstance(fn, Optimized) else None
+    return (fn, args, kwargs) if isinstance(fn, PosesProblems) else None
 
 
 @comparisons()
