@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -220,6 +221,14 @@ class Call:
         """Number of leaves that are not arguments. They come first."""
         return sum(map(_count, (self.fn, self.captured, self.held, self.held_by_name)))
 
+    def owners(self) -> list[str]:
+        """Returns for each leaf the name of the parameter that has it, or of the function that holds it."""
+        names = parameters_of(self.fn)[len(self.held) :]
+        names += [f"argument {number}" for number in range(len(names), len(self.given))]
+        held = getattr(self.fn, "__name__", type(self.fn).__name__)
+        given = [*zip(names, self.given, strict=False), *sorted(self.named.items())]
+        return [held] * self.fixed_leaves + [name for name, x in given for _ in range(_count(x))]
+
     def numbers(self, leaves: int) -> frozenset[int]:
         """Returns the indices of leaves where a Python number is an input."""
         found = list[int]()
@@ -324,6 +333,15 @@ class ByIdentity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def parameters_of(fn: Any) -> list[str]:
+    """Returns the names of the parameters that take an argument by position; none without a signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Call:

@@ -24,7 +24,7 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import comparison, pure
-from scheduler.functions.call_tree import has_state, is_library_jitted
+from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.problems import PosesProblems
 from scheduler.functions.pure import Outputs
@@ -160,7 +160,7 @@ class Optimized(PosesProblems):
             self._always_opened = is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
         if self._always_opened:
             return self._call_opened(args, kwargs)
-        given = Arguments(self._static, args, kwargs)
+        given = Arguments(self._static, args, kwargs, functools.partial(parameters_of, self._fn))
         try:
             key = (self._current_options(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)
@@ -190,7 +190,7 @@ class Optimized(PosesProblems):
     def _call_pure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trace_numbers: bool) -> Any:
         donated = lowering_compat.donated_arguments(self._jitted)
         call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=trace_numbers)
-        given = Arguments(((), ()), call.arrays, {})
+        given = Arguments(((), ()), call.arrays, {}, call.owners)
         key = (self._current_options(), lowering_compat.trace_context(), given.key(), call.static)
         version = self._table.get(key)
         if version is not None:

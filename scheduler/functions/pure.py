@@ -254,6 +254,11 @@ class PureCall:
         constants = tuple(static_key(x, by_identity=i < fixed) for (i, _), x in program.constants.items())
         return program.tree, constants, program.graphs, program.places, self.donated
 
+    def owners(self) -> list[str]:
+        """Returns for each array the name of the parameter that has it, or of the function that holds it."""
+        names = self._call.owners()
+        return [names[i] for i, _ in self._program.places]
+
     def compiling(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context for compiling and first running `function`. It warns as the library's jit does."""
         return module_libraries.donating_as_equinox(self._call.fn)

@@ -26,6 +26,8 @@ from search_spaces.configuration import comparisons
 
 Static = tuple[tuple[int, ...], tuple[str, ...]]
 _NUMBERS = (bool, int, float, complex)
+# Of many arguments, a report has this many texts, and the arrays of a parameter by name up to this number.
+MOST_TYPES, MOST_NAMED = 6, 3
 # Types of concrete arrays seen so far.
 _arrays: set[type] = set()
 
@@ -35,11 +37,18 @@ class Arguments:
 
     Args:
       static: Indices and names of the static arguments.
+      parameters: Returns a name for each of `args`, as far as known; equal names are one parameter.
     """
 
-    def __init__(self, static: Static, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        static: Static,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         numbers, names = static
-        self._static, self.args, self.kwargs = static, args, kwargs
+        self._static, self.args, self.kwargs, self._parameters = static, args, kwargs, parameters
         self._numbers = (
             {number % len(args) for number in numbers if -len(args) <= number < len(args)} if numbers else ()
         )
@@ -103,11 +112,20 @@ class Arguments:
         return jax.tree.leaves(self.dynamic)
 
     def text(self) -> str:
-        """Returns shapes and dtypes as text, abbreviated if there are many."""
+        """Returns shapes and dtypes as text. If there are many, it has the names of arrays, and sums of parameters."""
         texts = [_type_text(x) for x in self._leaves]
+        if len(texts) > MOST_TYPES:
+            names, given = self._parameters(), dict[str, list[Any]]()
+            for number, x in enumerate(self.args):
+                if number not in self._numbers:
+                    given.setdefault(names[number] if number < len(names) else f"argument {number}", []).append(x)
+            given |= {name: [x] for name, x in self.kwargs.items() if name not in self._names}
+            texts = [text for name, xs in given.items() for text in _parameter_texts(name, xs)]
         static = [repr(self.args[number]) for number in sorted(self._numbers)]
         static += [f"{name}={self.kwargs[name]!r}" for name in sorted(self._names)]
-        shown = texts if len(texts) <= 6 else [*texts[:5], f"... {len(texts) - 5} more"]
+        shown = (
+            texts if len(texts) <= MOST_TYPES else [*texts[: MOST_TYPES - 1], f"... {len(texts) - MOST_TYPES + 1} more"]
+        )
         return ", ".join(shown + static)
 
 
@@ -129,6 +147,20 @@ def _leaf_key(x: Any) -> Any:
 
 def _copy(x: Any) -> Any:
     return jnp.copy(x) if isinstance(x, jax.Array) else x
+
+
+def _parameter_texts(name: str, given: Sequence[Any]) -> list[str]:
+    """Returns each array of a parameter with its name, or for more than `MOST_NAMED` their number and bytes."""
+    leaves = [(jax.tree_util.keystr(path), x) for each in given for path, x in jax.tree.leaves_with_path(each)]
+    if len(leaves) <= MOST_NAMED:
+        return [f"{name}{path}: {_type_text(x)}" for path, x in leaves]
+    return [f"{name}: {len(leaves)} arrays ({_size_text(sum(getattr(x, 'nbytes', 0) for _, x in leaves))})"]
+
+
+def _size_text(size: int) -> str:
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+    name = next((name for name, unit in units.items() if size >= unit), "B")
+    return f"{size / units[name]:.3g} {name}"
 
 
 def _type_text(x: Any) -> str:
