@@ -202,8 +202,9 @@ def predict(
 ) -> Answer:
     """Returns the top prediction for `problem` on the chip `kind`, without measuring.
 
-    None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
-    problem, or of a range that contains it, the result is that record's schedule.
+    None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar
+    problems on that chip contribute to the prediction. If there is a valid record of the problem, or of a range that
+    contains it, the result is that record's schedule.
     """
     operation, args = _named(operation, (problem,))
     named = calls.target.value if kind is None else arguments.checked_text("kind", kind)
