@@ -108,7 +108,7 @@ class CallProblem(Problem):
         given = self._asked(self.declared.tolerance, None)
         found = super().tolerance() if given is None else tolerance_of(given)
         if isinstance(found, tuple) and len(found) != len(self.results()):
-            raise DeclarationError(f"tolerance={given!r} has {len(found)} values for {len(self.results())} results")
+            raise DeclarationError(f"tolerance has {len(found)} values for {len(self.results())} results")
         return found
 
     def special(self) -> tuple[str, ...]:

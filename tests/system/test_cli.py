@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -217,6 +218,18 @@ def test_a_cache_that_cannot_be_read_is_a_sentence_and_reading_goes_on_without_i
         assert "cache.db" in err
     out, _ = run("doctor", status=1)
     assert "broken" in out
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["list", "--json"], ["explain", "matmul", *SMALL], ["show", "matmul", *SMALL]]
+)
+def test_a_server_that_has_stopped_is_named_and_the_status_is_1(command, monkeypatch):
+    pytest.importorskip("psycopg", reason="PostgreSQL's driver is missing: pip install 'psycopg[binary]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", f"postgresql://someone@127.0.0.1:{port}/base")
+    _, err = run(*command, status=1)
+    assert "check that its server runs and is reachable" in err
 
 
 def test_records_travel_by_export_and_import_and_are_forgotten(store, tmp_path):

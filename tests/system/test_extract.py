@@ -332,6 +332,7 @@ def test_the_command_takes_the_shapes_of_a_function_with_arguments(step_file, ca
         ("absent", [], 2, "has no attribute 'absent'"),
         ("NUMBER", [], 2, "must be a function, found int"),
         ("breaks", [], 1, "step.py:12, in breaks: TypeError: add got incompatible shapes"),
+        ("loss", ["f32[2,9,9]", "f32[8,8]"], 1, "step.py:6, in <lambda>: TypeError: dot_general requires contracting"),
         ("NO_SIGNATURE", [], 1, "cannot be traced: max expected at least 1 argument"),
     ],
 )
@@ -340,6 +341,23 @@ def test_what_cannot_be_extracted_is_said_in_a_sentence(name, arrays, status, sa
     assert out == ""
     assert said in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
+
+
+def test_an_optimized_function_poses_the_problems_that_it_replaces():
+    def product(x, w):
+        return x @ w
+
+    x, fast = jnp.ones((8, 16)), scheduler.optimize(product)
+    (row,) = scheduler.problems(fast, x, x.T)
+    assert str(row.problem) == "m=8 n=8 k=16 dtype=float32"
+
+    class Model:
+        product = scheduler.optimize(lambda self, x, *, w: x @ w)
+
+    for given in (functools.partial(fast, w=x.T), functools.partial(Model().product, w=x.T)):
+        assert [each.problem for each in scheduler.problems(given, x)] == [row.problem]
+    with pytest.raises(TypeError, match="expected a function, found None"):
+        scheduler.problems(None, x)
 
 
 def test_a_name_without_a_module_is_refused():

@@ -9,9 +9,15 @@ import pytest
 
 from scheduler import (
     NoCandidate,
+    plan,
+    rows,
+    tuned_cross_entropy,
     tuned_flash_attention,
     tuned_gated_matmul,
+    tuned_gated_ragged_dot,
+    tuned_group_norm,
     tuned_matmul,
+    tuned_ragged_dot,
     tuned_rms_norm,
     tuned_scaled_matmul,
     tuned_silu_and_mul,
@@ -20,6 +26,7 @@ from scheduler import (
 
 COMPLEX = jnp.arange(6.0).reshape(2, 3) * (1 - 0.5j)
 X, W = jnp.ones((3, 4)), jnp.ones((4, 12))
+MATRICES, SIZES = jnp.ones((2, 5, 4)), jnp.array([1, 2])
 Q, K = jnp.ones((1, 5, 2, 4)), jnp.ones((1, 7, 1, 4))
 
 
@@ -103,6 +110,43 @@ def test_numbers_of_numpy_are_numbers():
     assert [c.shape for c in tuned_matmul(X, W, split_sizes=np.array([4, 8]))] == [(3, 4), (3, 8)]
 
 
+@pytest.mark.parametrize("narrow", ["int4", "uint4", "int2", "float4_e2m1fn"])
+@pytest.mark.parametrize("wide", ["float32", "int32", "bfloat16"])
+def test_products_of_less_than_a_byte_have_wider_results_though_xla_has_none(narrow, wide):
+    a, b = (jax.random.randint(jax.random.key(i), (8, 8), 0, 2).astype(narrow) for i in range(2))
+    found = tuned_matmul(a, b, preferred_element_type=wide)
+    assert found.dtype == wide
+    np.testing.assert_array_equal(found.astype(jnp.float32), a.astype(jnp.float32) @ b.astype(jnp.float32))
+
+
+def test_products_of_four_bits_are_those_of_jax_where_it_has_some():
+    a, b = (jax.random.randint(jax.random.key(i), (8, 8), -8, 8).astype("int4") for i in range(2))
+    np.testing.assert_array_equal(tuned_matmul(a, b).astype(int), jnp.matmul(a, b).astype(int))
+
+
+@pytest.mark.parametrize("backends", [None, "interpret"])
+@pytest.mark.parametrize(("dtype", "ignored"), [("int32", -100), ("uint8", 255)])
+def test_a_cross_entropy_ignores_rows_of_a_label(dtype, ignored, backends):
+    logits, labels = (
+        jax.random.normal(jax.random.key(0), (2, 3, 8)),
+        jnp.array([[1, ignored, 7], [ignored, 0, 3]], dtype),
+    )
+    counted = labels != jnp.array(ignored, dtype)
+
+    def loss(logits, **options):
+        return tuned_cross_entropy(logits, jnp.where(counted | bool(options), labels, 0), backends=backends, **options)
+
+    found, gradient = (
+        loss(logits, ignore_index=ignored),
+        jax.grad(lambda x: loss(x, ignore_index=ignored).sum())(logits),
+    )
+    np.testing.assert_array_equal(found, jnp.where(counted, loss(logits), 0))
+    expected = jax.grad(lambda x: jnp.where(counted, loss(x), 0).sum())(logits)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    assert not gradient[~counted].any()
+    assert jnp.isnan(tuned_cross_entropy(logits, jnp.full((2, 3), -100))).all()
+
+
 # Refused
 
 
@@ -127,6 +171,27 @@ def test_numbers_of_numpy_are_numbers():
         (lambda: tuned_scaled_matmul(X + 1j, W, 1.0, 1.0), TypeError, "a is complex64; operands and scales are real"),
         (lambda: tuned_scaled_matmul(X, W, 1.0, 1.0, out_dtype="int8"), TypeError, "out_dtype is int8; a result is"),
         (lambda: tuned_gated_matmul(X, W, bias=W[0] + 1j), TypeError, "a bias is complex64, which a result of float32"),
+        (lambda: tuned_group_norm(X, X[0], X[0], groups=2.0), ValueError, "4 channels are not 2.0 groups"),
+        (
+            lambda: tuned_ragged_dot(X, MATRICES, SIZES[:1]),
+            TypeError,
+            "1 group sizes do not fit: .rows, k., .groups, k",
+        ),
+        (
+            lambda: tuned_ragged_dot(X[0], MATRICES, SIZES),
+            TypeError,
+            r"rows of shape \(4,\), matrices of shape \(2, 5, 4",
+        ),
+        (lambda: tuned_ragged_dot(X, MATRICES[0], SIZES, transpose_rhs=True), TypeError, r"\[groups, n, k\]"),
+        (lambda: tuned_gated_ragged_dot(X, MATRICES, MATRICES, SIZES), TypeError, "a size for each group are needed"),
+        (
+            lambda: tuned_cross_entropy(X, SIZES, ignore_index=1.5),
+            TypeError,
+            "ignore_index=1.5 is a float; give an int",
+        ),
+        (lambda: rows(lambda x: None)(X), TypeError, "<lambda> of one row must return rows, scalars, .* found None"),
+        (lambda: rows(lambda x: {"a": x, "b": "no"})(X), TypeError, "found 'no' of type str"),
+        (lambda: plan(None).__enter__(), TypeError, "expected a scheduler.Plan or the path of its file, found None"),
         (lambda: tuned_gated_matmul(X + 1j, W), TypeError, "give x and w as real numbers of 16 bits or more"),
     ],
 )

@@ -1,11 +1,14 @@
 """What a user's own callable raises, or returns, is one sentence that names the callable and the line."""
 
+import functools
 import re
 import traceback
 
+import jax
 import jax.numpy as jnp
 import pytest
 import typer.testing
+from jax.experimental import io_callback
 
 import scheduler
 from scheduler import NoCandidate
@@ -68,6 +71,49 @@ def test_what_it_raises_names_it_and_its_line(given, who, tmp_path):
 @pytest.mark.parametrize(("given", "said"), RETURNING.values(), ids=RETURNING)
 def test_what_it_returns_amiss_names_it(given, said, tmp_path):
     assert said in run("tune", f"{written(tmp_path, given)}:f", "x=float32[2]")
+
+
+MADE = "def made(x, *, tile, target): return x * 2"
+
+
+@pytest.mark.parametrize("namespace", [{}, {"__name__": "elsewhere"}], ids=["no module", "a module that is not loaded"])
+def test_a_kernel_made_by_exec_is_tuned_and_may_be_made_again(namespace):
+    x = jnp.ones((8, 8))
+    for _ in range(2):
+        exec(MADE, namespace)
+        made = scheduler.autotune(tile=(2, 4), reference=eval("lambda x: x * 2", namespace))(namespace["made"])
+        assert (made(x) == 2).all()
+    module = namespace.get("__name__", "__main__")
+    assert made.tune(x, budget=2).key.operation == f"{module}.made"
+
+
+def test_a_partial_is_no_kernel_and_told_what_to_write():
+    bound = functools.partial(lambda x, scale, *, tile: x * scale, scale=2.0)
+    with pytest.raises(DeclarationError, match=r"autotune decorates a function, not functools.* write a function that"):
+        scheduler.autotune(tile=(2,), reference=lambda x: x * 2)(bound)
+
+
+@pytest.mark.parametrize("callback", [jax.pure_callback, io_callback], ids=["pure", "io"])
+def test_what_a_callback_raises_is_the_reason(callback):
+    def raises(x):
+        raise ValueError("not 42\nbut more")
+
+    @scheduler.autotune(name=f"raising_{callback.__name__}", tile=(1, 2), reference=lambda x: x + 1)
+    def f(x, *, tile):
+        return callback(raises, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.warns(RuntimeWarning, match="not 42"):
+        record = f.tune(jnp.ones(4), budget=2)
+    assert record.failed[0].failure.detail == "ValueError: not 42"
+
+
+def test_a_number_of_tolerances_that_is_not_that_of_the_results_is_named():
+    @scheduler.autotune(name="two_tolerances", tile=(1,), reference=lambda x: x + 1, tolerance=(1e-3, 1e-3))
+    def f(x, *, tile):
+        return x + 1
+
+    with pytest.raises(NoCandidate, match="tolerance has 2 values for 1 results"):
+        f.tune(jnp.ones(2), budget=2)
 
 
 def test_in_python_what_was_raised_is_the_cause():

@@ -240,6 +240,10 @@ def test_an_interpreted_product_takes_part_and_xla_wins_on_a_cpu(monkeypatch):
 def test_what_cannot_be_tuned_as_a_whole_is_refused_in_a_sentence():
     with pytest.raises(scheduler.SchedulerError, match="makes no tuned call, so there is nothing to plan"):
         tune_function(lambda x: x @ x, jnp.ones((8, 8)))
+    with pytest.raises(scheduler.SchedulerError, match=r"call tuned_matmul in it, or use scheduler.optimize\("):
+        tune_function(lambda x: x @ x, jnp.ones((8, 8)))
+    with pytest.raises(scheduler.SchedulerError, match=r"tune its problems, scheduler.problems\(f, ...\).save"):
+        tune_function(scheduler.optimize(lambda x: x @ x), jnp.ones((8, 8)))
     with pytest.raises(ValueError, match="needs arrays, found the shape"):
         tune_function(both, jax.ShapeDtypeStruct((8,), jnp.float32))
     with pytest.raises(scheduler.SchedulerError, match="under a trace"):

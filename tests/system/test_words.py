@@ -12,6 +12,7 @@ import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
+from scheduler.search.task import ends_of
 from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.formulas import SOFTMAX
@@ -208,6 +209,43 @@ def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_
     for path in (str(tmp_path / "cache.db"), tmp_path / "cache.db"):
         with pytest.raises(TypeError, match=r"must be a scheduler.Store, found .*'/"):
             scheduler.tune("matmul", SMALL, budget=1, store=path)
+
+
+def test_a_prediction_is_for_the_chip_of_the_target_unless_another_is_named():
+    large = {"m": 4096, "n": 4096, "k": 4096}
+    with scheduler.target("NVIDIA H200"):
+        assert scheduler.predict("matmul", large) == scheduler.predict("matmul", large, kind="NVIDIA H200")
+        assert scheduler.predict("matmul", large, kind="TPU v5 lite").backend != "mosaic_gpu"
+    assert scheduler.predict("matmul", large) != scheduler.predict("matmul", large, kind="NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--budget", "0", "an integer from 1 to 2147483647, found '0'"),
+        ("--seed", "-1", "an integer from 0 to 4294967295, found '-1'"),
+        ("--budget", "1.5", "an integer from 1 to 2147483647, found '1.5'"),
+        ("--seconds", "0", "a number, 0.001 or more, found '0'"),
+        ("--seconds", "ten", "a number, 0.001 or more, found 'ten'"),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_the_range(option, value, expected):
+    ran = CliRunner().invoke(app, ["tune", "matmul", "m=8", "n=8", "k=8", option, value])
+    assert ran.exit_code == 2
+    assert f"Invalid value for '{option}': expected {expected}" in " ".join(ran.output.split())
+
+
+def test_blocks_of_rows_that_are_quantized_are_named_as_in_a_call():
+    called = scheduler.tuned_quantize_rows.operation
+    fields = {"rows": "8", "columns": "64", "dtype": "float32"}
+    assert called.problem.parse(fields | {"block": "16"}) == called.problem(32, 16, "float32")
+    ran = CliRunner().invoke(app, ["explain", "quantize_rows", *(f"{x}={y}" for x, y in fields.items()), "block=16"])
+    assert "rows=32 columns=16" in ran.output
+    for block in ("0", "24", "-1", "x"):
+        with pytest.raises(ValueError, match=f"block={block} does not divide columns=64"):
+            called.problem.parse(fields | {"block": block})
+    with pytest.raises(ValueError, match="only an extent may be a range"):
+        ends_of(called, {"rows": "8", "columns": "64..128", "block": "16"})
 
 
 def test_a_prediction_expects_no_gain_of_nothing():

@@ -34,6 +34,17 @@ def test_a_terminal_or_a_pipe_is_written_as_it_is():
         assert piped.read() == "piped\n"
 
 
+def test_a_file_in_a_directory_that_is_missing_is_named_with_the_directory(tmp_path):
+    file = tmp_path / "missing" / "a.txt"
+    with pytest.raises(FileNotFoundError, match=r"the directory .*missing does not exist: create it") as told:
+        replace_text(file, "one")
+    assert told.value.filename == str(file)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as told:
+        replace_text(tmp_path / "file" / "a.txt", "one")
+    assert told.value.filename == str(tmp_path / "file" / "a.txt")
+
+
 def test_a_disk_that_is_full_leaves_what_was_there(tmp_path, monkeypatch):
     record, *others = itertools.islice(shipped().records(operation="softmax"), 3)
     (path,) = text_files.add_records(tmp_path, [record])
