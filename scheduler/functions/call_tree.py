@@ -223,9 +223,10 @@ class Call:
 
     def owners(self) -> list[str]:
         """Returns for each leaf the name of the parameter that has it, or of the function that holds it."""
-        names = parameters_of(self.fn)[len(self.held) :]
+        fn = self.fn.fn if isinstance(self.fn, Captured) else getattr(self.fn, "original", self.fn)
+        names = parameters_of(fn)[len(self.held) :]
         names += [f"argument {number}" for number in range(len(names), len(self.given))]
-        held = getattr(self.fn, "__name__", type(self.fn).__name__)
+        held = getattr(fn, "__name__", type(fn).__name__)
         given = [*zip(names, self.given, strict=False), *sorted(self.named.items())]
         return [held] * self.fixed_leaves + [name for name, x in given for _ in range(_count(x))]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from search_spaces.kernel import Library, LibraryKernel
@@ -90,7 +91,7 @@ def matmul(
       TypeError, ValueError: as `jnp.matmul`; also for a wrong activation, bias or residual, with the expected value.
     """
     a, b, bias, residual = operands
-    if jax.dtypes.itemsize_bits(jnp.result_type(a)) < 8 or jax.dtypes.itemsize_bits(jnp.result_type(b)) < 8:
+    if any(isinstance(x, jax.Array | np.ndarray) and _of_bytes(x.dtype) != x.dtype for x in (a, b)):
         # XLA has products of such operands for few dtypes of the result, if any (CPU and GPU, JAX 0.12).
         out = jax.eval_shape(functools.partial(jnp.matmul, preferred_element_type=preferred_element_type), a, b).dtype
         of_bytes = operands._replace(a=a.astype(_of_bytes(a.dtype)), b=b.astype(_of_bytes(b.dtype)))
@@ -112,7 +113,7 @@ def matmul(
 
 def _of_bytes(dtype: Any) -> Any:
     """Returns a dtype of whole bytes that holds the numbers of this one."""
-    if jax.dtypes.itemsize_bits(dtype) >= 8:
+    if not jnp.issubdtype(dtype, jnp.number) or jax.dtypes.itemsize_bits(dtype) >= 8:
         return dtype
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8

@@ -218,6 +218,34 @@ def test_a_version_for_each_shape_dtype_weak_type_static_argument_and_structure(
     assert len(fast.decisions) == 7 + 1  # numpy arrays are committed nowhere, as x is, and of another type
 
 
+def test_the_report_names_the_arrays_of_many_arguments_and_counts_those_of_a_large_one():
+    params = {"layers": [{"w": normal(16, 16), "b": normal(16)} for _ in range(4)]}
+    x = normal(8, 16)
+
+    def step(params, batch, *rest, mode):
+        y = batch["x"]
+        for layer in params["layers"]:
+            y = y @ layer["w"] + layer["b"]
+        return y + batch["y"] + sum(rest)
+
+    fast = scheduler.optimize(step, static_argnames="mode")
+    fast(params, {"x": x, "y": x}, 1.0, mode="sum")
+    (decided,) = fast.decisions
+    batch = "batch['x']: float32[8,16], batch['y']: float32[8,16]"
+    assert decided.arguments == f"params: 8 arrays (4.25 KiB), {batch}, argument 2: float, mode='sum'"
+
+    class Model:
+        def __init__(self):
+            self.params = params
+
+        def __call__(self, x):
+            return step(self.params, {"x": x, "y": x}, mode="sum")
+
+    fast = scheduler.optimize(Model())
+    fast(x)
+    assert fast.decisions[0].arguments == "Model: 8 arrays (4.25 KiB), x: float32[8,16]"
+
+
 def test_a_jitted_function_keeps_its_static_arguments():
     f = jax.jit(lambda x, *, n: x @ x * n, static_argnames="n")
     fast = scheduler.optimize(f, **ON_CPU)
