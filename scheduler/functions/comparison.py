@@ -121,7 +121,7 @@ def _errors(right: jax.Array, got: jax.Array, flips: int = 0) -> jax.Array:
     scale = jnp.where(largest > 0, largest, 1.0)
     error = jnp.where(finite & jnp.isfinite(got), jnp.abs(right - got), 0.0) / scale
     if flips:
-        _, where = lax.top_k(jnp.where(error <= 2 + 1 / 16, error, 0.0).ravel(), flips)
+        _, where = lax.top_k(jnp.where(error <= 2 + 1 / 16, error, -1.0).ravel(), flips)
         error = error.ravel().at[where].set(0.0)
     mean = jnp.sqrt((error**2).mean()) / jnp.where(largest > 0, jnp.sqrt(((size / scale) ** 2).mean()), 1.0)
     return jnp.array([mean, error.max(), unlike.astype(mean.dtype)])
