@@ -37,7 +37,7 @@ from rich.table import Table
 
 from scheduler.core import hardware as chips
 from scheduler.core.records import Record
-from scheduler.functions.comparison import interleaves_on, sample_seconds
+from scheduler.functions.interleaved import interleaves_on, sample_seconds
 from scheduler.measure.buffers import copying, elsewhere, rotating_sets
 from scheduler.measure.pool import start_runner
 from scheduler.measure.timer import MOST_SETTLING

@@ -34,7 +34,7 @@ from scipy.stats import kendalltau
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import key_of
-from scheduler.functions.comparison import interleaves_on, sample_seconds
+from scheduler.functions.interleaved import interleaves_on, sample_seconds
 from scheduler.measure.runner import environment as measured
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import prune

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scheduler.core import hardware
-from scheduler.functions import comparison
+from scheduler.functions import interleaved
 from search_spaces import jax_compat
 
 Run = Callable[[], Any]
@@ -26,13 +26,13 @@ def wall_times(
     """Microseconds a layer of each version, by name: ``jnp_us``, its spread and every sample; and each over jnp's.
 
     Args:
-      runs: as `comparison.time_interleaved` takes them; the first is what the others are compared with.
+      runs: as `interleaved.time_interleaved` takes them; the first is what the others are compared with.
       layers: in a call.
       devices: that are kept busy; () is JAX's default device.
       seconds: of rounds for each version; 0 is `SECONDS_OF_VERSION`.
     """
     first, *others = runs
-    walls = comparison.time_interleaved(
+    walls = interleaved.time_interleaved(
         runs, seconds=(seconds or SECONDS_OF_VERSION) * len(runs), at_least_rounds=12, devices=devices
     )
     line: dict[str, Any] = {}

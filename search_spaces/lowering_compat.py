@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import api_util, checkify, config, source_info_util
+from jax._src import api_util, checkify, config, debugging, source_info_util
 from jax._src.interpreters import mlir
 from jax._src.pallas.pallas_call import pallas_call_p
 from jax.experimental import jet
@@ -158,6 +158,8 @@ def assume_architecture(major: int, minor: int) -> None:
 
 # Raised by JAX if a result of a compiled program is NaN or infinite while a debugging mode checks for that.
 InternalFloatingPointError: type[Exception] = api_util.InternalFloatingPointError
+# The effect of `jax.debug.callback`, which loops, checkpoints and custom derivatives allow.
+DEBUG_EFFECT: Any = debugging.debug_effect
 
 
 def as_one_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -85,7 +85,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS", raising=False)
     monkeypatch.delenv("TILE_SCHEDULER_PLAN", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("scheduler.functions.comparison.SAMPLE_S", 0.02)  # nothing here tells a few percent apart
+    monkeypatch.setattr("scheduler.functions.interleaved.SAMPLE_S", 0.02)  # nothing here tells a few percent apart
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from scheduler.core.records import schedule_text
 from scheduler.dispatch import dispatch, planned
 from scheduler.dispatch.dispatch import ON_A_MESH, Options
 from scheduler.dispatch.primitive import tuned_call_p
-from scheduler.functions import comparison, equations
-from scheduler.functions.comparison import Seconds
+from scheduler.functions import comparison, equations, interleaved
+from scheduler.functions.in_place import InPlace, observe_p
+from scheduler.functions.interleaved import Seconds
+from scheduler.functions.noise import with_noise
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
@@ -60,10 +63,24 @@ class CompiledFunction:
             compiled = jax.jit(self.call).lower(*self.arrays).compile()
         return functools.partial(compiled, *self.arrays)
 
+    def noisy(self, plan: Plan, problems: Iterable[Problem]) -> Callable[[int], list[Any]]:
+        """Returns a function of a seed that computes the results under `plan` with rounding noise (`with_noise`)."""
+        products = comparison.products_rounding(problems)
+
+        @functools.cache
+        def compiled() -> Any:
+            with planned.plan(planned.InForce(plan)):
+                run = with_noise(jax.make_jaxpr(self.call)(*self.arrays), products)
+                return jax.jit(run).lower(0, *self.arrays).compile()
+
+        return lambda seed: compiled()(seed, *self.arrays)
+
     def time(self, runs: Mapping[Any, Run], *, at_least_rounds: int = FEWEST_ROUNDS) -> dict[Any, Seconds]:
         """Times the runs in interleaved rounds on the devices of the arguments, in seconds."""
         seconds = SECONDS_OF_VARIANT * len(runs)
-        return comparison.time_interleaved(runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices)
+        return interleaved.time_interleaved(
+            runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices
+        )
 
 
 def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> list[tuple[int, ...]]:
@@ -124,8 +141,8 @@ def ablate(
         {"": everything} | {f"-{i}": run for i, run in enumerate(others)} | {f"+{i}": run for i, run in added.items()}
     )
     times = whole.time(runs, at_least_rounds=ROUNDS)
-    found = [AblationResult(group, comparison.margin_of(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
-    return found + [AblationResult((i,), comparison.margin_of(times[f"+{i}"], times[""]), added=True) for i in added]
+    found = [AblationResult(group, interleaved.margin_of(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
+    return found + [AblationResult((i,), interleaved.margin_of(times[f"+{i}"], times[""]), added=True) for i in added]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +150,16 @@ class Reference:
     """The function with XLA only, and its results.
 
     Attributes:
-      rounding: Relative rounding of its problems, from `comparison.rounding`.
+      noisy: Computes the results with rounding noise, for a seed.
     """
 
     run: Run
     expected: Any
-    rounding: float
+    noisy: Callable[[int], Any]
 
-    def disagreement(self, actual: Any, whole: CompiledFunction) -> str | None:
+    def disagreement(self, actual: Any) -> str | None:
         """Describes where `actual` differs from the reference by more than rounding; None if it does not."""
-
-        def sensitivity() -> Any:
-            arrays = (comparison.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
-            return self.run.func(*arrays)
-
-        return comparison.disagreement(self.expected, actual, self.rounding, sensitivity)
+        return comparison.disagreement(self.expected, actual, self.noisy)
 
 
 def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
@@ -158,7 +170,7 @@ def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[
     except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
         message = str(error).partition("\n")[0]
         return None, f"{type(error).__name__}: {message}"
-    wrong = reference.disagreement(actual, whole)
+    wrong = reference.disagreement(actual)
     return (run, "") if wrong is None else (None, wrong)
 
 
@@ -210,6 +222,8 @@ def lower_with_kernels(
     platforms: tuple[str, ...] | None = None,
     *,
     regions_on: str | None = None,
+    refused: Mapping[Any, str] = MappingProxyType({}),
+    in_place: InPlace | None = None,
 ) -> Lowered:
     """Lowers the result of a `jax.jit` trace, replacing regions and equations for which a kernel is selected.
 
@@ -221,6 +235,8 @@ def lower_with_kernels(
       platforms: Platforms to lower for. None uses the platform of the arguments.
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
+      refused: Kinds of regions, and problems of single equations, that are left to XLA -> the reason.
+      in_place: Adds a comparison of each tuned call with the equations that it replaces.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
@@ -229,7 +245,7 @@ def lower_with_kernels(
     left: collections.Counter[str] = collections.Counter()
     changes: tuple[str, ...] = ()
     if regions_on is not None:
-        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on, others=True)
+        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on, others=True, refused=refused, in_place=in_place)
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         changes = rewritten.changes
@@ -253,6 +269,9 @@ def lower_with_kernels(
         if found.kernel.library or found.kernel.vendor:
             left[f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"] += 1
             return None
+        if problem in refused:
+            left[f"{operation.name} {problem}: its kernel disagrees with its equation: {refused[problem]}"] += 1
+            return None
         words = schedule_text(dataclasses.asdict(found.schedule))
         replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
 
@@ -262,10 +281,12 @@ def lower_with_kernels(
                 *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
             )
 
-        return run
+        if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
+            return run
+        return functools.partial(in_place.product, problem, run, primitive, params)
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
-    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
+    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p, observe_p), platforms=platforms)
     return Lowered(lowered, tuple(replaced), dict(left), changes)
 
 

@@ -124,8 +124,8 @@ class Evaluation:
         A call may have results that do not need all of its inputs. If a region is not replaced, its equations may need
         a result of another region that needs a result of the first; the equations of the second compute it, too.
         """
-        if any(isinstance(item, Inlined) for item in items):
-            return [each for item in items for each in (item.items if isinstance(item, Inlined) else (item,))]
+        if any(isinstance(item, Inlined) and item.items for item in items):
+            return [each for item in items for each in (isinstance(item, Inlined) and item.items) or [item]]
         ready = next(item for item in items if all(map(self._is_known, item.inputs)))
         self._evaluate(ready)
         return [item for item in items if item is not ready]

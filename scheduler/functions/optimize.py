@@ -23,7 +23,7 @@ from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import comparison, pure
+from scheduler.functions import interleaved, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.problems import PosesProblems
@@ -58,7 +58,7 @@ def optimize(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     keep: Keep = "faster",
-    seconds: float = comparison.INTERLEAVED_S,
+    seconds: float = interleaved.INTERLEAVED_S,
     **jit_options: Any,
 ) -> Optimized:
     """Returns `fn` jitted, with tuned kernels for matmuls, attention and rows where the whole function is faster.

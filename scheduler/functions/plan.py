@@ -19,9 +19,9 @@ from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Clock, Entry, Key, Measurement, Record, Schedule
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
-from scheduler.functions import comparison
+from scheduler.functions import interleaved
 from scheduler.functions.ablation import CompiledFunction, Reference
-from scheduler.functions.comparison import Seconds
+from scheduler.functions.interleaved import Seconds
 from scheduler.functions.problems import problems
 from scheduler.search.final_comparison import Margin
 from search_spaces import load_known
@@ -135,15 +135,16 @@ def remeasure_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> T
         raise SchedulerError(
             f"the plan {plan.digest} of {plan.function} has no problem of this function and its arrays"
         )
-    runs = {"plan": function.under(plan), "xla": function.under(_by_library(plan))}
-    rounding = comparison.rounding(row.problem for row in rows)
-    reference = Reference(runs["xla"], jax.block_until_ready(runs["xla"]()), rounding)
-    wrong = reference.disagreement(jax.block_until_ready(runs["plan"]()), function)
+    by_library = _by_library(plan)
+    runs = {"plan": function.under(plan), "xla": function.under(by_library)}
+    noisy = function.noisy(by_library, (row.problem for row in rows))
+    reference = Reference(runs["xla"], jax.block_until_ready(runs["xla"]()), noisy)
+    wrong = reference.disagreement(jax.block_until_ready(runs["plan"]()))
     times = function.time(runs)
     return TimedAgain(
         times["plan"],
         times["xla"],
-        comparison.margin_of(times["plan"], times["xla"]),
+        interleaved.margin_of(times["plan"], times["xla"]),
         wrong,
         tuple(each.reason for each in found if isinstance(each, planned.Unplanned)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import comparison
 from scheduler.functions.comparison import TunedCall
+from scheduler.functions.in_place import InPlace
 from scheduler.functions.rewriting import Found, Rewriter, Rewritten
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
@@ -25,7 +27,15 @@ from search_spaces.problem import Problem
 from search_spaces.recognise import Region
 
 
-def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, *, others: bool = False) -> Rewritten:
+def with_tuned_calls(
+    jaxpr: Any,
+    options: Mapping[str, Options],
+    platform: str,
+    *,
+    others: bool = False,
+    refused: Mapping[Any, str] = MappingProxyType({}),
+    in_place: InPlace | None = None,
+) -> Rewritten:
     """Replaces the regions of a closed jaxpr for which a kernel or a vendor's library is selected.
 
     Each kind of region is compared with its equations on this device first.
@@ -34,6 +44,8 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
       options: operation name -> options for selecting its kernel.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
+      refused: kinds of regions that are left alone -> the reason (`InPlace.refusals`).
+      in_place: adds a comparison of each region that is replaced.
 
     Raises:
       CacheMiss: there is no record and the policy is "error".
@@ -55,12 +67,15 @@ def with_tuned_calls(jaxpr: Any, options: Mapping[str, Options], platform: str, 
         return tuned_call(operation, problem, *operands, params=params, options=library)
 
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
+        if refused and (wrong := refused.get(comparison.RegionComparison(region).kind)) is not None:
+            return wrong
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
         return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
 
-    return Rewriter(unless, call, check, platform if others else None, last=others).rewrite(jaxpr)
+    observe = None if in_place is None else in_place.region
+    return Rewriter(unless, call, check, platform if others else None, last=others, observe=observe).rewrite(jaxpr)
 
 
 def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:

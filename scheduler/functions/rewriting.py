@@ -106,6 +106,7 @@ class Rewriter:
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
       check: ``check(region, calls)`` returns how the calls disagree with the equations of a region, or None.
       platform: for which other equations are changed, too; None leaves them as they are.
+      observe: adds a comparison to each region that is replaced.
       last: whether nothing transforms the result: operations with `regions_last` are used, too, and rules of
         derivatives and batching are dropped with the equations that carry them.
     """
@@ -118,8 +119,9 @@ class Rewriter:
         platform: str | None = None,
         *,
         last: bool = False,
+        observe: Callable[[Region], Region] | None = None,
     ) -> None:
-        self._unless, self._call, self._check = unless, call, check
+        self._unless, self._call, self._check, self._observe = unless, call, check, observe
         operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
         first = [operation for operation in operations if not operation.regions_last]
         rest = [operation for operation in operations if operation.regions_last and last]
@@ -253,7 +255,7 @@ class Rewriter:
                     for number, stage in enumerate(each.stages):
                         inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)
                         made |= dict.fromkeys(map(id, stage.results), inputs)
-                    yield Replacement(each, tuned)
+                    yield Replacement(self._observe(each) if self._observe else each, tuned)
 
     def _candidates(self, operation: Operation[Any], graph: Graph, count: int) -> Sequence[Region | Left]:
         assert operation.regions is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -16,9 +17,11 @@ from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
-from scheduler.functions import ablation, comparison
+from scheduler.functions import ablation, comparison, interleaved
 from scheduler.functions.ablation import Lowered, Replaced
-from scheduler.functions.comparison import Seconds
+from scheduler.functions.in_place import InPlace
+from scheduler.functions.interleaved import Seconds
+from scheduler.functions.noise import with_noise
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ class Arguments:
 
     def changed(self, change: Callable[[Any, int], Any]) -> Arguments:
         """Returns these arguments, with each leaf of `dynamic` replaced by ``change(leaf, number)``."""
-        leaves = [change(x, number) for number, x in enumerate(self._leaves)]
+        leaves = [change(x, number) for number, x in enumerate(self.leaves)]
         args, kwargs = jax.tree.unflatten(jax.tree.structure(self.dynamic), leaves)
         rest = iter(args)
         whole = tuple(x if number in self._numbers else next(rest) for number, x in enumerate(self.args))
@@ -100,20 +103,21 @@ class Arguments:
     @property
     def numbers(self) -> bool:
         """Whether `dynamic` contains Python numbers."""
-        return any(isinstance(x, _NUMBERS) for x in self._leaves)
+        return any(isinstance(x, _NUMBERS) for x in self.leaves)
 
     def devices(self) -> list[jax.Device]:
         """Returns the devices of this process that hold arrays of the arguments."""
-        arrays = (x for x in self._leaves if isinstance(x, jax.Array))
+        arrays = (x for x in self.leaves if isinstance(x, jax.Array))
         return sorted({d for x in arrays for d in x.sharding.addressable_devices}, key=lambda d: d.id)
 
     @functools.cached_property
-    def _leaves(self) -> list[Any]:
+    def leaves(self) -> list[Any]:
+        """The leaves of `dynamic`."""
         return jax.tree.leaves(self.dynamic)
 
     def text(self) -> str:
         """Returns shapes and dtypes as text. If there are many, it has the names of arrays, and sums of parameters."""
-        texts = [_type_text(x) for x in self._leaves]
+        texts = [_type_text(x) for x in self.leaves]
         if len(texts) > MOST_TYPES:
             names, given = self._parameters(), dict[str, list[Any]]()
             for number, x in enumerate(self.args):
@@ -259,12 +263,13 @@ class Trial:
                 f"it has side effects ({kinds}), which would occur several times if both versions were tried"
             )
         try:
-            lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform())
+            lowered, compiled = self._compiled(traced, compared=not several)
             if not lowered.replaced and not lowered.changes:
                 return self._decision(NOTHING_REPLACED, lowered)
             if several:
-                return self._decision(PLANNED, lowered, lowered.lowered.compile())
-            return self._try_both(lowered, traced, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
+                return self._decision(PLANNED, lowered, compiled)
+            donated = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
+            return self._try_both(lowered, compiled, traced, donated)
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
@@ -276,31 +281,54 @@ class Trial:
         devices = self.given.devices() or jax.local_devices()[:1]
         return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
 
-    def _try_both(self, lowered: Lowered, traced: Any, donated: Sequence[bool]) -> Decided:
-        compiled = lowered.lowered.compile()
+    def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any]:
+        """Lowers and compiles the tuned version, without the kernels that disagree with the equations in place."""
+        platform, refused = self._platform(), dict[Any, str]()
+        while True:
+            lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
+            lowered = lower(refused=refused)
+            if not compared or not lowered.replaced:
+                return lowered, lowered.lowered.compile()
+            in_place = InPlace()
+            observed = lower(refused=refused, in_place=in_place).lowered
+            with concurrent.futures.ThreadPoolExecutor(1) as beside:  # XLA compiles without the interpreter's lock
+                compiled = beside.submit(lowered.lowered.compile)
+                wrong = self._disagreements(observed, in_place, traced)
+            if not wrong:
+                return lowered, compiled.result()
+            for reason in wrong.values():
+                text.warn_safely(f"{self.function}: a kernel is not used: {reason}")
+            refused |= wrong
 
+    def _disagreements(self, observed: Any, in_place: InPlace, traced: Any) -> Mapping[Any, str]:
+        """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
+        donated = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
+        jax.block_until_ready(self.given.copied(donated).call(observed.compile()))
+        return in_place.refusals()
+
+    def _try_both(self, lowered: Lowered, compiled: Any, traced: Any, donated: Sequence[bool]) -> Decided:
         def plain() -> Any:
             return self._plain(self.given.copied(donated))
 
         def tuned() -> Any:
             return self.given.copied(donated).call(compiled)
 
-        def sensitivity() -> Any:
-            return self._plain(self.given.changed(comparison.rounded_differently).copied(donated))
+        @functools.cache
+        def noisy() -> Any:
+            products = comparison.products_rounding(each.problem for each in lowered.replaced)
+            return jax.jit(with_noise(traced.jaxpr, products))
 
         expected = jax.block_until_ready(plain())
-        if wrong := comparison.disagreement(
-            expected, tuned(), comparison.rounding(each.problem for each in lowered.replaced), sensitivity
-        ):
+        if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy()(seed, *self.given.leaves)):
             return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
         memory = {"plain_bytes": peak_bytes(traced.lower().compile()), "tuned_bytes": peak_bytes(compiled)}
         if self.seconds is None:
             return self._decision("kept without timing, as requested", lowered, compiled, **memory)
         runs = {"plain": plain, "tuned": tuned}
-        times = comparison.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
+        times = interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
         reason = _times_text(times["plain"], times["tuned"])
-        kept = compiled if comparison.is_faster(times["tuned"], times["plain"]) else None
+        kept = compiled if interleaved.is_faster(times["tuned"], times["plain"]) else None
         return self._decision(reason, lowered, kept, **times, **memory)
 
     def _plain(self, given: Arguments) -> Any:
@@ -317,7 +345,7 @@ class Trial:
 
 
 def _times_text(plain: Seconds, tuned: Seconds) -> str:
-    ahead = comparison.margin_of(tuned, plain)
+    ahead = interleaved.margin_of(tuned, plain)
     between = f"{1 + ahead.low:.3f} and {1 + ahead.high:.3f}" if math.isfinite(ahead.low) else "anything"
     return (
         f"tuned takes {seconds_text(tuned.median_s)} and XLA's version {seconds_text(plain.median_s)}; "

@@ -18,7 +18,7 @@ from scheduler.core.interrupts import interruptible
 from scheduler.core.plan import Figure, Plan, Variant
 from scheduler.core.progress import Progress
 from scheduler.dispatch import calls, dispatch
-from scheduler.functions import comparison
+from scheduler.functions import interleaved
 from scheduler.functions.ablation import (
     MOST_ADDED,
     AblationResult,
@@ -30,8 +30,8 @@ from scheduler.functions.ablation import (
     groups,
 )
 from scheduler.functions.answers import MIN_GAIN, Known, Search, known
-from scheduler.functions.comparison import Seconds
 from scheduler.functions.equations import ProblemCount
+from scheduler.functions.interleaved import Seconds
 from scheduler.functions.problems import optimized_call, problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
@@ -149,8 +149,8 @@ class _FunctionTuning:
         dispatch.reload()  # so that other calls use the new records
         self.reasons = {i: each.reason for i, each in enumerate(self.known) if each.best is None}
         xla = self.whole.under(self.plan(()))
-        rounding = comparison.rounding(row.problem for row in self.rows)
-        reference = Reference(xla, jax.block_until_ready(xla()), rounding)
+        noisy = self.whole.noisy(self.plan(()), (row.problem for row in self.rows))
+        reference = Reference(xla, jax.block_until_ready(xla()), noisy)
         candidates = [i for i in range(len(self.known)) if i not in self.reasons]
         candidates, everything = self._usable(candidates, reference)
         step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
@@ -250,9 +250,9 @@ class _FunctionTuning:
             return self._xla_plan(runs["xla"], "XLA answers everything: nothing else makes the function faster")
         times = self.whole.time(runs)
         best: Variant = min((v for v in runs if v != "xla"), key=lambda v: times[v].median_s)
-        if "plan" in runs and best == "all" and not comparison.is_faster(times["all"], times["plan"]):
+        if "plan" in runs and best == "all" and not interleaved.is_faster(times["all"], times["plan"]):
             best = "plan"
-        margin = comparison.margin_of(times[best], times["xla"])
+        margin = interleaved.margin_of(times[best], times["xla"])
         between = f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})"
         if not margin.low > 0:
             for i in kept:

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import scheduler
-from scheduler.functions import comparison
+from scheduler.functions import interleaved
 
 WIDTH, HIDDEN = 4096, 14336
 
@@ -61,8 +61,8 @@ def test_a_forward_pass_gets_kernels_and_is_no_slower(tokens):
     (decided,) = fast.decisions
     assert {each.backend for each in decided.replaced} == {"mosaic_gpu"}
     assert decided.plain is not None, decided.reason
-    times = comparison.time_interleaved({"plain": lambda: plain(*given), "fast": lambda: fast(*given)}, seconds=1.0)
-    assert comparison.margin_of(times["fast"], times["plain"]).middle > -0.02, fast.report()
+    times = interleaved.time_interleaved({"plain": lambda: plain(*given), "fast": lambda: fast(*given)}, seconds=1.0)
+    assert interleaved.margin_of(times["fast"], times["plain"]).middle > -0.02, fast.report()
 
 
 def test_a_train_step_with_donated_weights_computes_the_same():

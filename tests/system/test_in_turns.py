@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scheduler.functions import comparison
-from scheduler.functions.comparison import Seconds, is_faster, margin_of, time_interleaved
+from scheduler.functions import interleaved
+from scheduler.functions.interleaved import Seconds, is_faster, margin_of, time_interleaved
 from scheduler.measure import gpu
 
 
@@ -53,14 +53,14 @@ class Result:
 @pytest.mark.parametrize("calls", [1, 4, 20])
 def test_a_sample_waits_for_all_its_calls_and_the_device_for_the_first_alone(calls, ahead, monkeypatch):
     device = Device(0.004, launch=0.003)
-    monkeypatch.setattr(comparison, "time", device)
-    assert comparison.sample_seconds(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
+    monkeypatch.setattr(interleaved, "time", device)
+    assert interleaved.sample_seconds(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
 
 
 @pytest.fixture
 def device(monkeypatch):
     device = Device(noise=0.3)
-    monkeypatch.setattr(comparison, "time", device)
+    monkeypatch.setattr(interleaved, "time", device)
     return device
 
 
@@ -100,14 +100,14 @@ def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts(device):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "calls", "ahead"), [(0.00001, 2000, comparison.MOST_AHEAD), (0.0005, 40, 6), (0.2, 1, 2)]
+    ("seconds", "calls", "ahead"), [(0.00001, 2000, interleaved.MOST_AHEAD), (0.0005, 40, 6), (0.2, 1, 2)]
 )
 def test_short_calls_are_so_many_ahead_that_the_device_has_work_while_the_host_is_late(
     seconds, calls, ahead, monkeypatch
 ):
     device = Device(seconds)
-    monkeypatch.setattr(comparison, "time", device)
-    sample, queue = comparison._calls_and_ahead(device.run)
+    monkeypatch.setattr(interleaved, "time", device)
+    sample, queue = interleaved._calls_and_ahead(device.run)
     assert sample == pytest.approx(calls, abs=1)
     assert queue == pytest.approx(ahead, abs=1)
 
@@ -137,5 +137,5 @@ def test_nobody_else_has_the_device_meanwhile():
 
     time_interleaved({"one": run}, seconds=0.01)
     assert refused
-    with comparison.interleaves_on(jax.devices()):
+    with interleaved.interleaves_on(jax.devices()):
         pass  # given back

@@ -239,7 +239,7 @@ def test_a_search_and_an_optimized_function_meet_no_setting_of_the_caller(settin
 
 
 def test_a_plan_is_made_while_nan_is_looked_for(monkeypatch):
-    monkeypatch.setattr("scheduler.functions.comparison.SAMPLE_S", 0.001)
+    monkeypatch.setattr("scheduler.functions.interleaved.SAMPLE_S", 0.001)
     hidden = A.at[0, 0].set(jnp.nan)
     with jax.debug_nans(True), jax.numpy_rank_promotion("raise"):
         plan = tune_function(lambda a, b: tuned_matmul(a, b), hidden, B, minutes=0, budget=1)
