@@ -21,6 +21,7 @@ from scheduler.functions.comparison import Seconds
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
+from scheduler.measure.verification import rounded_differently
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
 from search_spaces.problem import Problem
@@ -144,7 +145,7 @@ class Reference:
         """Describes where `actual` differs from the reference by more than rounding; None if it does not."""
 
         def sensitivity() -> Any:
-            arrays = (comparison.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
+            arrays = (rounded_differently(x, number) for number, x in enumerate(whole.arrays))
             return self.run.func(*arrays)
 
         return comparison.disagreement(self.expected, actual, self.rounding, sensitivity)

@@ -22,6 +22,7 @@ import numpy as np
 from scheduler.core.hardware import CPU
 from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
+from scheduler.measure.verification import SENSITIVITY, rounded_differently
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 from search_spaces import recognise
 from search_spaces.checking import VALUE_KINDS, with_special_values
@@ -36,8 +37,6 @@ T = TypeVar("T")
 
 # Tolerances in units in the last place (ULP): root mean square, and largest error relative to the largest element.
 AVERAGE, WORST = 8.0, 64.0
-# Factor of the change in the results when the inputs are rounded differently.
-SENSITIVITY = 8.0
 # Relative rounding of matmuls whose arithmetic is coarser than their operands, and of long float32 sums.
 PRODUCTS = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}
 FINEST = 2.0**-20
@@ -79,20 +78,6 @@ def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[
         if not _within(off[i], np.maximum(_allowed(right, eps), by_rounding)):
             return _difference_text(names[i], right, off[i])
     return None
-
-
-@measurements()
-def rounded_differently(x: Any, seed: int) -> Any:
-    """Moves each element of an inexact array up or down by one unit in the last place, or not at all, at random."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return _rounded_differently(x, seed)
-
-
-@jax.jit
-def _rounded_differently(x: jax.Array, seed: int) -> jax.Array:
-    step = jax.random.randint(jax.random.key(seed), x.shape, -1, 2)
-    return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a Python float keeps weak types
 
 
 def _within(off: Any, allowed: Any) -> bool:

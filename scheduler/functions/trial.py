@@ -19,6 +19,7 @@ from scheduler.dispatch.dispatch import Options
 from scheduler.functions import ablation, comparison
 from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.comparison import Seconds
+from scheduler.measure.verification import rounded_differently
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ class Trial:
             return self.given.copied(donated).call(compiled)
 
         def sensitivity() -> Any:
-            return self._plain(self.given.changed(comparison.rounded_differently).copied(donated))
+            return self._plain(self.given.changed(rounded_differently).copied(donated))
 
         expected = jax.block_until_ready(plain())
         if wrong := comparison.disagreement(

@@ -113,6 +113,9 @@ class CallProblem(Problem):
         wanted = self.declared.special
         return tuple(kind for kind in there_are if kind in wanted)
 
+    def disputed(self) -> frozenset[str]:
+        return self.declared.disputed
+
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Leaves integers as the declared `inputs` drew them: they may be indices."""
         return checking.with_special_values(self.inputs(seed), kind, integers=self.declared.inputs is None)

@@ -18,6 +18,7 @@ from scheduler.cli.app import main
 from scheduler.dispatch.primitive import library
 from scheduler.functions import comparison
 from scheduler.functions.rewriting import Rewriter
+from scheduler.measure.verification import rounded_differently
 from scheduler.search import jobs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -67,7 +68,7 @@ def test_attention_of_every_form_is_found_and_computes_the_same(form: Form):
     plain, tuned = (jax.jit(core.jaxpr_as_fun(each)) for each in (closed, found.jaxpr))
 
     def sensitivity():
-        return plain(*(comparison.rounded_differently(x, i) for i, x in enumerate(leaves)))
+        return plain(*(rounded_differently(x, i) for i, x in enumerate(leaves)))
 
     assert comparison.disagreement(plain(*leaves), tuned(*leaves), 2.0**-7, sensitivity) is None
 
