@@ -218,10 +218,10 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
       integers: whether integers are changed, too: they may be lengths or indices.
     """
     made, first = [], True
-    for x in operands:
+    for number, x in enumerate(operands):
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
         if floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
-            x = run_program(_altered, x, jnp.int32(VALUE_KINDS.index(kind)), first=first)
+            x = run_program(_altered, x, jnp.int32(VALUE_KINDS.index(kind)), jnp.uint32(number), first=first)
         # With a NaN in each row of a product's second factor, all results would be NaN.
         first = first and not floats
         made.append(x)
@@ -229,13 +229,14 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
 
 
 @functools.partial(jax.jit, static_argnames="first")
-def _altered(x: jax.Array, kind: jax.Array, *, first: bool) -> jax.Array:
+def _altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -> jax.Array:
     if not x.size:
         return x
     columns = x.shape[-1] if x.ndim else 1
     flat = x.reshape(-1, columns)
     row, column = (lax.broadcasted_iota(jnp.uint32, flat.shape, axis) for axis in (0, 1))
-    drawn = _mixed(row * np.uint32(0x9E3779B9) + column)
+    # Operands differ, or gradients by them would cancel.
+    drawn = _mixed(row * np.uint32(0x9E3779B9) + column + number * np.uint32(0x85EBCA6B))
     made = _integers if jnp.issubdtype(x.dtype, jnp.integer) else _floats
     return lax.switch(kind, made(flat, row, column, drawn, first)).reshape(x.shape)
 
