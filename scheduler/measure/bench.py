@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from scheduler.core.fingerprints import BY_PROGRAM
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Caution, Failure, Finding, Measurement, Outcome, Point, Schedule, point_of
 from scheduler.measure import buffers, timer
@@ -184,8 +185,12 @@ class Bench:
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library:
             return None
-        if wrong := self._wrong_when_traced_again(candidate, kernel, schedule):
-            return Failure("verify", wrong)
+        for wrong in (
+            self._wrong_when_traced_again(candidate, kernel, schedule),
+            self._wrong_in_strict_interpreter(kernel, schedule),
+        ):
+            if wrong:
+                return Failure("verify", wrong)
         found = self._wrong_on_special(candidate)
         if isinstance(found, Failure) or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return found
@@ -308,6 +313,30 @@ class Bench:
             if wrong := self._wrong_on(again, self._problem, self._seed + 1):
                 return f"traced again it is another program, and {wrong}"
         return None
+
+    def _wrong_in_strict_interpreter(self, kernel: Kernel[Any, Any], schedule: Schedule) -> str | None:
+        """Describes the error of a candidate in Pallas's strict interpreter; None if there is none.
+
+        Only kernels without a manual version, on a CPU, are interpreted.
+        """
+        if kernel.version != BY_PROGRAM or not self._hardware.abilities.interpreted:
+            return None
+        draw = self._draw_of(self._problem, self._operands(self._problem, self._seed + 1))
+        with self._builder.strictly_interpreted(kernel, self._problem, schedule) as strict:
+            if strict is None:
+                return None
+            self._announce("prepare")  # not "run": the strict interpreter is slow
+            try:
+                actual = strict.run(self._checks[self._problem].poison(), *draw.inputs)
+                wrong = self._start_comparison(strict, self._problem, draw, actual)()
+            except jax.errors.JaxRuntimeError as error:
+                # A traceback, and then the exception from the last line without an indent. Clocks are addresses.
+                lines = [line for line in str(error).strip().splitlines() if "object at 0x" not in line]
+                last = max(number for number, line in enumerate(lines) if not line.startswith(" "))
+                wrong = " ".join(line.strip() for line in lines[last:])
+                if wrong.startswith("NotImplementedError"):
+                    return None
+        return wrong and f"in Pallas's strict interpreter, {wrong}"
 
     def _wrong(self, candidate: Built, problem: Problem, draw: Draw, runs: int = 1) -> str | None:
         """Describes the first error of a candidate's results; None if all are correct.

@@ -102,7 +102,8 @@ def with_rounding_of_operands(tolerance: Tolerance, expected: jax.Array, expecte
 
 @jax.jit
 def _largest_and_change(expected: jax.Array, rounded: jax.Array) -> tuple[jax.Array, jax.Array]:
-    wide = jnp.promote_types(expected.dtype, jnp.float32)
+    wide = expected.dtype if jnp.issubdtype(expected.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wide = wide if wide.itemsize >= 4 else jnp.dtype(jnp.float32)
     expected, rounded = expected.astype(wide), rounded.astype(wide)
     both = jnp.isfinite(expected) & jnp.isfinite(rounded)
     size, change = (jnp.where(both, jnp.abs(x), 0) for x in (expected, rounded - expected))
