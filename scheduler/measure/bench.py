@@ -27,7 +27,7 @@ from scheduler.measure.buffers import (
     rotating_sets,
     timing_conditions,
 )
-from scheduler.measure.build import Builder, Built, first_line
+from scheduler.measure.build import Builder, Built, first_line, raised_in_callback
 from scheduler.measure.protocol import Step
 from scheduler.measure.verification import (
     UNWRITTEN,
@@ -36,6 +36,7 @@ from scheduler.measure.verification import (
     has_stray_nan,
     identical,
     rounded_differently,
+    special_tolerance,
     start_comparison,
     with_rounding_of_operands,
 )
@@ -185,12 +186,9 @@ class Bench:
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library:
             return None
-        for wrong in (
-            self._wrong_when_traced_again(candidate, kernel, schedule),
-            self._wrong_in_strict_interpreter(kernel, schedule),
-        ):
-            if wrong:
-                return Failure("verify", wrong)
+        wrong = self._wrong_when_traced_again(candidate, kernel, schedule)
+        if wrong := wrong or self._wrong_in_strict_interpreter(kernel, schedule):
+            return Failure("verify", wrong)
         found = self._wrong_on_special(candidate)
         if isinstance(found, Failure) or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return found
@@ -285,7 +283,7 @@ class Bench:
             inputs = problem.special_inputs(kind, self._seed + 1)
         with self._exclusive_device():
             self._announce("run")  # restarts the timeout: each kind gets the full limit
-            draw, tolerance = self._draw_of(problem, inputs), _special_tolerance(problem, kind, candidate)
+            draw, tolerance = self._draw_of(problem, inputs), special_tolerance(problem, kind, candidate.tolerance)
             if kind == "offset":  # narrower operands are rounded more coarsely than sums in float32
                 moved = [rounded_differently(x, i) if x.dtype.itemsize >= 4 else x for i, x in enumerate(draw.inputs)]
                 each = zip(tolerance, draw.expected, self._checks[problem].reference(*moved), strict=True)
@@ -330,10 +328,7 @@ class Bench:
                 actual = strict.run(self._checks[self._problem].poison(), *draw.inputs)
                 wrong = self._start_comparison(strict, self._problem, draw, actual)()
             except jax.errors.JaxRuntimeError as error:
-                # A traceback, and then the exception from the last line without an indent. Clocks are addresses.
-                lines = [line for line in str(error).strip().splitlines() if "object at 0x" not in line]
-                last = max(number for number, line in enumerate(lines) if not line.startswith(" "))
-                wrong = " ".join(line.strip() for line in lines[last:])
+                wrong = raised_in_callback(error)
                 if wrong.startswith("NotImplementedError"):
                     return None
         return wrong and f"in Pallas's strict interpreter, {wrong}"
@@ -486,16 +481,6 @@ class Bench:
         if self._unfilled is not None:
             self._unfilled()
             self._unfilled = None
-
-
-def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[Tolerance, ...]:
-    """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
-
-    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
-    """
-    usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
-    each = zip(problem.special_tolerance(kind), usual, own, strict=True)
-    return tuple(special.wider(mine.times(one)) for special, one, mine in each)
 
 
 def _option(kinds: Sequence[str]) -> str:

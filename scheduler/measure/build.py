@@ -112,6 +112,13 @@ def first_line(error: BaseException) -> str:
     return (text or type(error).__name__).splitlines()[0][:300]
 
 
+def raised_in_callback(error: BaseException) -> str:
+    """Returns in one line the exception at the end of a message, from the traceback's last line without an indent."""
+    lines = [line for line in str(error).strip().splitlines() if "object at 0x" not in line]
+    last = max(number for number, line in enumerate(lines) if not line.startswith(" "))
+    return " ".join(line.strip() for line in lines[last:])
+
+
 def describe_exception(error: BaseException) -> str:
     """Describes an exception of a candidate in one line: its type, message, and location in the kernel source."""
     name, message = type(error).__name__, first_line(error)

@@ -84,6 +84,15 @@ def _rounded_differently(x: jax.Array, seed: int) -> jax.Array:
     return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a Python float keeps weak types
 
 
+def special_tolerance(problem: Problem, kind: str, own: Tolerance | tuple[Tolerance, ...]) -> tuple[Tolerance, ...]:
+    """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
+
+    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
+    """
+    each = zip(problem.special_tolerance(kind), *map(problem.for_each, (problem.tolerance(), own)), strict=True)
+    return tuple(special.wider(mine.times(one)) for special, one, mine in each)
+
+
 def with_rounding_of_operands(tolerance: Tolerance, expected: jax.Array, expected_when_rounded: jax.Array) -> Tolerance:
     """Returns a tolerance that also allows `SENSITIVITY` times the change of a result when operands are rounded.
 
