@@ -272,7 +272,7 @@ class Bench:
             return None
         others = _option([kind for kind in kinds if kind not in disputed])
         return Caution(
-            f"{'; '.join(disputed.values())}; another order of sums may give other results there, so it is used: "
+            f"{'; '.join(disputed.values())}; another order of operations may differ there, so it is used: "
             f"special=True refuses it, and {others} checks nothing else"
         )
 
