@@ -27,7 +27,7 @@ from scheduler.measure.buffers import (
     rotating_sets,
     timing_conditions,
 )
-from scheduler.measure.build import Builder, Built, first_line, raised_in_callback
+from scheduler.measure.build import STRICT_ERRORS, Builder, Built, first_line, raised_in_callback
 from scheduler.measure.protocol import Step
 from scheduler.measure.verification import (
     UNWRITTEN,
@@ -329,7 +329,7 @@ class Bench:
                 wrong = self._start_comparison(strict, self._problem, draw, actual)()
             except jax.errors.JaxRuntimeError as error:
                 wrong = raised_in_callback(error)
-                if wrong.startswith("NotImplementedError"):
+                if not any(sign in wrong for sign in STRICT_ERRORS):  # code that the interpreter does not support
                     return None
         return wrong and f"in Pallas's strict interpreter, {wrong}"
 

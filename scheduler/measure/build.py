@@ -292,6 +292,8 @@ class Builder:
 
 # More steps take minutes in the strict interpreter, which takes 3 ms for a step of two small blocks.
 STRICT_STEPS = 512
+# What the strict interpreters raise for wrong kernels; the other exceptions are about code that they do not support.
+STRICT_ERRORS = ("Out-of-bounds", "Revisited block", "RACE DETECTED")
 
 
 def _silent(record: logging.LogRecord) -> bool:

@@ -98,6 +98,13 @@ def masked(x):
     return interpreted(body, grid=(3,), out_shape=x)(x)
 
 
+def reversed_by_index(x):
+    def body(x_ref, out_ref):
+        out_ref[...] = x_ref[jnp.arange(16)[::-1], :]
+
+    return interpreted(body, out_shape=x)(x)
+
+
 def first_row_in_place(x):
     def body(x_ref, out_ref):
         out_ref[0, :] = 2 * x_ref[0, :]
@@ -122,6 +129,7 @@ RIGHT = {
     "sums in one visit": (summed(revisits=False), quarters),
     "a batch of kernels": (jax.vmap(lambda row: interpreted(doubled, out_shape=row)(row)), lambda x: 2 * x),
     "code that the strict interpreter lacks": (masked, lambda x: 2 * x),
+    "an index that the strict interpreter lacks": (reversed_by_index, lambda x: x[::-1]),
     "results over operands": (first_row_in_place, lambda x: x.at[0].multiply(2)),
     "no kernel": (lambda x: x + x, lambda x: 2 * x),
 }
