@@ -76,10 +76,12 @@ def autotune(
       inputs: creates the operands to measure with, one per array, from `rng`, a `jax.random.key`. None draws normally
         distributed numbers.
       special: kinds of special operand values for which the result is also verified before it is stored: "large",
-        "tiny" (magnitudes, and the extremes of integers), "halves" (ties, zeros, equal elements), "nan", "inf" and
-        "-inf". True means all, False none. None means all, or none if `inputs` is given, because then only such
-        operands are guaranteed. With both, floating-point numbers take these values, and integers stay as `inputs`
-        draws them.
+        "tiny" (magnitudes, and the extremes of integers), "halves" (ties, zeros, equal elements), "offset" (a large
+        mean and a small deviation), "nan", "inf" and "-inf". A schedule that is wrong for one of these is refused. True
+        means all, False none. None means none if `inputs` is given, because then only such operands are guaranteed;
+        otherwise all, but a schedule that is wrong for "large", "nan", "inf" or "-inf" is used with a warning, unless
+        all operands are integers, or a NaN is in a row in which the reference is finite. With `inputs` and `special`,
+        floating-point numbers take these values, and integers stay as `inputs` draws them.
       flops, bytes_moved: the work that the result needs. A measured time below what the chip needs for that work is
         rejected. None means zero operations, and each array moved once.
       name: the name under which schedules are stored; None means the function's module and name.

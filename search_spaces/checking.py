@@ -184,13 +184,21 @@ def widened(x: jax.Array) -> jax.Array:
 
 # The changes to typical operands. Floating-point numbers: up to 2^20 times as large (as far as the dtype holds their
 # squares), or 2^30 times as small, with zeros of both signs; small multiples of 1/2 with rows of equal elements and of
-# zeros; one NaN in every fourth row; one infinity in every fourth row, and every eighth row all infinite. Integers: the
-# extremes of their dtype; -1, 0 and 1; small ones. Complex numbers have no infinities, because there are several
-# definitions of their products.
+# zeros; one NaN in every fourth row; one infinity in every fourth row, and every eighth row all infinite; a mean of
+# 1,000 to 10,000 of the largest operand and of those of its shape, with a standard deviation of 0.1, or of `COARSE`
+# units in the last place if that is more. Integers: the extremes of their dtype; -1, 0 and 1; small ones. Complex
+# numbers have no infinities, because there are several definitions of their products.
 FINITE = ("large", "tiny", "halves")
-VALUE_KINDS = (*FINITE, "nan", "inf", "-inf")
+VALUE_KINDS = (*FINITE, "nan", "inf", "-inf", "offset")
+
+# Kinds for which a correct kernel may differ: another order of sums gives other overflows and other infinities.
+DISPUTED = frozenset({"large", "nan", "inf", "-inf"})
+
+# Kinds for products: without "offset", with which all of their terms are alike and none cancel.
+PRODUCT_KINDS = VALUE_KINDS[:-1]
 
 LARGE, TINY = 20, 30
+COARSE = 16
 
 
 def kinds_of(dtypes: Sequence[Any]) -> tuple[str, ...]:
@@ -198,7 +206,7 @@ def kinds_of(dtypes: Sequence[Any]) -> tuple[str, ...]:
     if any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return VALUE_KINDS
     if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-        return (*FINITE, "nan")
+        return (*FINITE, "nan", "offset")
     return FINITE if any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes) else ()
 
 
@@ -210,10 +218,14 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
       integers: whether integers are changed, too: they may be lengths or indices.
     """
     made, first = [], True
-    for x in operands:
+    largest = max((x for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)), key=lambda x: x.size, default=None)
+    for number, x in enumerate(operands):
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
-        if floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
-            x = run_program(_altered, x, jnp.int32(VALUE_KINDS.index(kind)), first=first)
+        # With a mean in both factors of a product, the rounding of its sum would hide everything else.
+        if kind == "offset" and (largest is None or x.shape != largest.shape):
+            pass
+        elif floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
+            x = run_program(_altered, x, jnp.int32(VALUE_KINDS.index(kind)), jnp.uint32(number), first=first)
         # With a NaN in each row of a product's second factor, all results would be NaN.
         first = first and not floats
         made.append(x)
@@ -221,18 +233,21 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
 
 
 @functools.partial(jax.jit, static_argnames="first")
-def _altered(x: jax.Array, kind: jax.Array, *, first: bool) -> jax.Array:
+def _altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -> jax.Array:
     if not x.size:
         return x
     columns = x.shape[-1] if x.ndim else 1
     flat = x.reshape(-1, columns)
     row, column = (lax.broadcasted_iota(jnp.uint32, flat.shape, axis) for axis in (0, 1))
-    drawn = _mixed(row * np.uint32(0x9E3779B9) + column)
+    # Operands differ, or gradients by them would cancel.
+    drawn = _mixed(row * np.uint32(0x9E3779B9) + column + number * np.uint32(0x85EBCA6B))
     made = _integers if jnp.issubdtype(x.dtype, jnp.integer) else _floats
-    return lax.switch(kind, made(flat, row, column, drawn, first)).reshape(x.shape)
+    return lax.switch(kind, made(flat, row, column, drawn, number, first)).reshape(x.shape)
 
 
-def _integers(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, first: bool) -> list[Any]:
+def _integers(
+    x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, number: jax.Array, first: bool
+) -> list[Any]:
     info = jnp.iinfo(x.dtype)
     signed = int(info.min) < 0
     extremes = (int(info.min), int(info.max), 0, 1, -1 if signed else int(info.max) - 1)
@@ -247,10 +262,12 @@ def _integers(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array,
         least, most = max(least, int(info.min)), min(most, int(info.max))
         return ((drawn % np.uint32(most - least + 1)).astype(jnp.int32) + np.int32(least)).astype(x.dtype)
 
-    return [large, lambda: among(-1, 1), lambda: _with_equal_rows(among(-8, 8), row, 3), *[lambda: x] * 3]
+    return [large, lambda: among(-1, 1), lambda: _with_equal_rows(among(-8, 8), row, 3), *[lambda: x] * 4]
 
 
-def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, first: bool) -> list[Any]:
+def _floats(
+    x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, number: jax.Array, first: bool
+) -> list[Any]:
     info = jnp.finfo(x.dtype)
     wide = jnp.promote_types(x.dtype, jnp.float32) if info.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     real = jnp.finfo(wide).dtype
@@ -286,6 +303,12 @@ def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, f
             there = there | (row % np.uint32(8) == np.uint32(4))
         return jnp.where(there, jnp.asarray(value, wide), values)
 
+    def offset() -> jax.Array:
+        share = _mixed(number + np.uint32(7)).astype(real) * jnp.asarray(2.0**-32, real)
+        mean = (1 + 9 * share) * jnp.asarray(min(1e3, float(info.max) / 32), real)
+        deviation = jnp.maximum(jnp.asarray(0.1, real), mean * jnp.asarray(COARSE * float(info.eps), real))
+        return mean + jnp.minimum(deviation, mean / 8).astype(wide) * values
+
     def made(values: jax.Array) -> jax.Array:
         return values.astype(x.dtype)
 
@@ -294,6 +317,7 @@ def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, f
         lambda: made(tiny()),
         lambda: made(halves()),
         *[lambda value=value: made(holding(value)) for value in (math.nan, math.inf, -math.inf)],
+        lambda: made(offset()),
     ]
 
 

@@ -264,6 +264,13 @@ class Problem(abc.ABC):
             return ()
         return checking.kinds_of([s.dtype for s in self.operands()])
 
+    def disputed(self) -> frozenset[str]:
+        """Returns the kinds of `special` for which a wrong result is a warning; a NaN out of place is still refused.
+
+        Default: none.
+        """
+        return frozenset()
+
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Returns operands of a kind of `special`: those of `inputs` with other values."""
         return checking.with_special_values(self.inputs(seed), kind)

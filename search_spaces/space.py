@@ -78,6 +78,10 @@ class Columns:
             name: array[index] if array.dtype == object else array[index].item() for name, array in self._arrays.items()
         }
 
+    def values(self) -> dict[str, Any]:
+        """Returns the values of each choice: an array, or a list of tuples or None."""
+        return {name: array.tolist() if array.dtype == object else array for name, array in self._arrays.items()}
+
     def each(self) -> Iterator[Columns]:
         """Yields the rows one by one."""
         for index in range(self._length):

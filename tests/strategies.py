@@ -63,6 +63,8 @@ records = st.builds(
     failed=st.lists(st.builds(AllFailed, _names, _counts, _failures, _counts), max_size=2).map(tuple),
     library=st.sampled_from(["xla", "cublas"]),
     brief=st.booleans(),
+    legal=_names,
+    notes=st.lists(_names, max_size=2).map(tuple),
 )
 trials = st.builds(Trial, _counts, _names, _counts, _schedules, _measurements | _failures, _times)
 sweeps = st.builds(

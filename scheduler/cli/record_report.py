@@ -74,6 +74,7 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "excluded": record.excluded,
         "stopped": record.stopped,
         "failed": [dataclasses.asdict(lost) for lost in record.failed],
+        "notes": list(record.notes),
     }
 
 

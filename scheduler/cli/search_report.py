@@ -68,7 +68,8 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
         under += record_report.range_summary(result.range) if result.range is not None else []
-        rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
+        under += [*map(str, result.broken), *result.notes]
+        rows.append(Row(str(result.task), figures, [*under, result.reason]))
     yield from ledger(
         "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
     )
@@ -186,12 +187,19 @@ def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[Rendera
     yield from ledger("problem, and its winner", ("jax then", "then", "now"), groups, width)
 
 
+def _is_wrong(trial: Trial) -> bool:
+    return isinstance(trial.outcome, Failure) and trial.outcome.stage == "verify"
+
+
 def failure_lines(trials: Sequence[Trial], record: Record) -> list[str]:
-    """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason."""
+    """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason.
+
+    Schedules with wrong results are among the notes of the record.
+    """
     lines = []
     for backend in dict.fromkeys(entry.backend for entry in record.entries):
         tried = [trial for trial in trials if trial.backend == backend]
-        if reasons := failures(tried):
+        if reasons := failures([trial for trial in tried if not _is_wrong(trial)]):
             lines.append(
                 f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
             )

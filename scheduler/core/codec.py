@@ -235,7 +235,8 @@ def record_to_text(record: Record) -> str:
         )
         | ({"library": record.library} if record.library != LIBRARY else {})
         | ({"brief": True} if record.brief else {})
-        | _given(reference=record.reference)
+        | _given(reference=record.reference, legal=record.legal)
+        | ({"notes": record.notes} if record.notes else {})
         | ({"imported": vars(record.imported)} if record.imported else {}),
         _record,
     )
@@ -407,7 +408,18 @@ _KEY = maker(Key, BY_NAME)
 _RECORD = maker(
     Record,
     {**BY_NAME, "entries": _ENTRIES, "imported": maker(Imported, BY_NAME)},
-    optional=("confidence", "excluded", "stopped", "failed", "library", "brief", "reference", "imported"),
+    optional=(
+        "confidence",
+        "excluded",
+        "stopped",
+        "failed",
+        "library",
+        "brief",
+        "reference",
+        "legal",
+        "notes",
+        "imported",
+    ),
 )
 _TRIAL = maker(Trial, BY_NAME, optional=("fingerprint",))
 _SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))

@@ -10,10 +10,11 @@ import jax
 
 from scheduler.core.interrupts import in_fresh_thread
 from scheduler.core.records import Schedule, choice_text
-from search_spaces.fingerprint import fingerprint
+from search_spaces.fingerprint import digest, fingerprint
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 # The version of a kernel that has no manual version number.
@@ -55,6 +56,19 @@ def of_reference(operation: Operation[Any], problem: Problem) -> str:
     return _isolated(lambda: _traced(problem.reference, problem.operands()))
 
 
+def of_legal(operation: Operation[Any], problem: Problem, target: Target) -> str:
+    """Returns a digest of the legal schedules of the kernels without a manual version; "" if there is no such kernel.
+
+    Choices and rules change it if they change which schedules are legal for `problem`.
+    """
+    own = [kernel for kernel in operation.kernels if kernel.version == BY_PROGRAM]
+    try:
+        spaces = {each.backend: each.space(problem, target) for each in own if each.supports(problem, target) is None}
+        return digest({backend: space.legal()[0].values() for backend, space in spaces.items()}) if own else ""
+    except DeclarationError:
+        return "raises"
+
+
 def of_candidate(operation: Operation[Any], problem: Problem, backend: str, schedule: Schedule, target: Target) -> str:
     """Returns the fingerprints of a schedule and of the reference as one text, to compare two processes' code."""
     kernel = operation.kernel(backend)
@@ -69,6 +83,7 @@ def changed(
     *,
     reference: str,
     jax_version: str,
+    legal: str = "",
 ) -> Changed | None:
     """Returns which kernel or reference changed since these schedules were measured, or None.
 
@@ -78,7 +93,10 @@ def changed(
     Args:
       reference: the stored fingerprint of the reference, or "".
       jax_version: the version of JAX that made the stored fingerprints.
+      legal: the stored digest of the legal schedules, or "".
     """
+    if legal and of_legal(operation, problem, target) not in (legal, ""):
+        return Changed("the choices or rules have changed since it was measured")
     for then in measured:
         if then.fingerprint and then.backend in operation.backends:
             now = of_schedule(operation.kernel(then.backend), problem, then.schedule, target)

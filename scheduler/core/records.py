@@ -138,6 +138,17 @@ Outcome = Measurement | Failure
 
 
 @dataclasses.dataclass(frozen=True)
+class Caution:
+    """A confirmed candidate whose results differ from the reference for special operands that are disputed."""
+
+    detail: str
+
+
+# What confirming a candidate found; None if it is correct.
+Finding = Failure | Caution | None
+
+
+@dataclasses.dataclass(frozen=True)
 class AllFailed:
     """A backend of which every candidate failed: the record has no entry of it, and the next search tries it again.
 
@@ -310,6 +321,8 @@ class Record:
       brief: the search was short: it was made while learning, or mainly tried the winners at the two neighbouring
         points of a range. Calls use the record, but it does not replace a full search.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
+      legal: the fingerprint of the legal schedules of kernels whose version is 0; "" without such a kernel.
+      notes: what users must know about the results of these schedules, one sentence each.
       imported: its source if it was not verified on this machine, else None. Exported text omits it.
     """
 
@@ -327,6 +340,8 @@ class Record:
     library: str = LIBRARY
     brief: bool = False
     reference: str = ""
+    legal: str = ""
+    notes: tuple[str, ...] = ()
     imported: Imported | None = None
 
     @property

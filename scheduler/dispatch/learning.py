@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from scheduler.core.errors import NoCandidate, SchedulerError, WorkerError
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.records import L2, Failure, Key, Outcome, Point, choice_text, key_of
+from scheduler.core.records import L2, Finding, Key, Outcome, Point, choice_text, key_of
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.build import first_line
@@ -284,7 +284,7 @@ class _Bounded:
             self._learner.wait_until_idle(1)
         return self._learner.timed(self._key, functools.partial(self._runner.measure, task, again=again))
 
-    def confirm(self, task: Task) -> Failure | None:
+    def confirm(self, task: Task) -> Finding:
         self._learner.wait_until_idle(1)
         return self._learner.timed(self._key, functools.partial(self._runner.confirm, task))
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jax import lax
 
 from scheduler.functions.noise import FINEST
+from scheduler.measure.verification import rounded_differently
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.checking import VALUE_KINDS, with_special_values
 from search_spaces.configuration import measurements
@@ -151,7 +152,7 @@ def errors(tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], move
 
     Args:
       wide: the results in float32.
-      moved: the results of the plain version for operands rounded differently; read for integers.
+      moved: the results of the plain version for operands rounded differently.
     """
     rows = []
     for got, right, exact, other in zip(tuned, plain, wide, moved, strict=True):
@@ -160,8 +161,8 @@ def errors(tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], move
         elif not jnp.issubdtype(right.dtype, jnp.inexact):
             rows.append(jnp.concatenate([_errors(right, got)[:2], _errors(right, other)[:2], jnp.zeros(1)]))
         else:
-            mine, theirs, unlike = _errors(exact, got), _errors(exact, right), _errors(right, got)[2:]
-            rows.append(jnp.concatenate([mine[:2], theirs[:2], unlike]))
+            theirs = jnp.maximum(_errors(exact, right), _errors(right, other))
+            rows.append(jnp.concatenate([_errors(exact, got)[:2], theirs[:2], _errors(right, got)[2:]]))
     return jnp.stack(rows)
 
 
@@ -219,15 +220,6 @@ def _is_narrow(dtype: Any) -> bool:
 
 def widened(x: Any) -> Any:
     return jnp.asarray(x).astype(jnp.float32) if hasattr(x, "dtype") and _is_narrow(x.dtype) else x
-
-
-@measurements()
-def rounded_differently(x: Any, seed: int) -> Any:
-    """Moves each element of an inexact array up or down by one unit in the last place, or not at all, at random."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    step = jax.random.randint(jax.random.key(seed), x.shape, -1, 2)
-    return (x * (1 + step * float(jnp.finfo(x.dtype).eps))).astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------
@@ -379,10 +371,11 @@ def _errors_of(
     plain: Callable[..., Any], wide: Callable[..., Any], roots: Sequence[Any], tuned: Sequence[Any]
 ) -> jax.Array:
     right = plain(*roots)
-    moved = right
-    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in right):
-        moved = plain(*(rounded_differently(x, i) for i, x in enumerate(roots)))
-    return errors(tuned, right, wide(*roots), moved)
+    if all(_unit(x.dtype) for x in right):  # narrow dtypes round more than the operands of their float32 version
+        moved_roots = [x if _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(roots)]
+    else:
+        moved_roots = [rounded_differently(x, i) for i, x in enumerate(roots)]
+    return errors(tuned, right, wide(*roots), plain(*moved_roots))
 
 
 def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -61,6 +61,7 @@ def record_text(record: Record) -> str:
         other = "" if stands is None else f"; the best other takes {stands.ratio:.3g} times as long"
         lines.append(f"library: {record.library} is the winner{other}")
     lines += [first_line(f"failed: {lost}") for lost in record.failed]
+    lines += [first_line(f"note: {note}") for note in record.notes]
     lines.append(f"how sure: {confidence(record) or 'no run-off is known.'}")
     date, trials, *_ = record_head(record, trials_kept=True)
     lines.append(f"{trials}. {date}.")

@@ -125,7 +125,7 @@ def _rival(record: Record) -> Entry | None:
 
 def verdict(record: Record) -> list[str]:
     """Returns sentences: the winner against XLA, backends that never ran, why the search ended, and the confidence."""
-    failed = [f"{lost}." for lost in record.failed]
+    failed = [f"{lost}." for lost in (*record.failed, *record.notes)]
     return [
         line for line in (_estimated(record), _against_xla(record), *failed, _ended(record), confidence(record)) if line
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from scheduler.core.chip_table import GIB, NOT_HERE
 from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Failure, Outcome
+from scheduler.core.records import L2, Failure, Finding, Outcome
 from scheduler.measure import estimate, protocol
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
@@ -105,7 +105,7 @@ class AheadOfTime:
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         outcome = self._asked(task, "measure")
-        assert outcome is not None
+        assert isinstance(outcome, Outcome)
         return outcome
 
     def confirm(self, task: Task) -> Failure | None:
@@ -122,7 +122,7 @@ class AheadOfTime:
         self._children.shut_down()
         self._folder.cleanup()
 
-    def _asked(self, task: Task, do: protocol.Do) -> Outcome | None:
+    def _asked(self, task: Task, do: protocol.Do) -> Outcome | Finding:
         request = request_for(task, do)
         worker = self._free.get()
         try:

@@ -7,14 +7,15 @@ import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from scheduler.core.fingerprints import BY_PROGRAM
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
+from scheduler.core.records import L2, Caution, Failure, Finding, Measurement, Outcome, Point, Schedule, point_of
 from scheduler.measure import buffers, timer
 from scheduler.measure.buffers import (
     PLAUSIBLE_SHARE_OF_BOUND,
@@ -26,9 +27,19 @@ from scheduler.measure.buffers import (
     rotating_sets,
     timing_conditions,
 )
-from scheduler.measure.build import Builder, Built, first_line
+from scheduler.measure.build import STRICT_ERRORS, Builder, Built, first_line, raised_in_callback
 from scheduler.measure.protocol import Step
-from scheduler.measure.verification import Rows, compared_elements, identical, start_comparison
+from scheduler.measure.verification import (
+    UNWRITTEN,
+    Rows,
+    compared_elements,
+    has_stray_nan,
+    identical,
+    rounded_differently,
+    special_tolerance,
+    start_comparison,
+    with_rounding_of_operands,
+)
 from scheduler.model.pruning import illegal
 from search_spaces import checking
 from search_spaces.kernel import Kernel
@@ -160,8 +171,8 @@ class Bench:
                 moved = self._problem.variants(self._copy(operands))
                 self._sets[number] = jax.block_until_ready(jax.tree.map(jnp.asarray, moved))
 
-    def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
-        """Checks a candidate with other inputs in several calls; returns the failure, or None if it is correct.
+    def confirm(self, backend: str, schedule: Schedule) -> Finding:
+        """Checks a candidate with other inputs in several calls; returns what is wrong, or None if it is correct.
 
         Library kernels (programs of XLA or the vendor) get no further checks. Any other candidate must also be correct
         for each kind of special operands (`Problem.special`), and for the neighbour of the problem if its schedule is
@@ -175,17 +186,18 @@ class Bench:
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library:
             return None
-        for wrong in (self._wrong_when_traced_again(candidate, kernel, schedule), self._wrong_on_special(candidate)):
-            if wrong:
-                return Failure("verify", wrong)
-        if neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
-            return None
+        wrong = self._wrong_when_traced_again(candidate, kernel, schedule)
+        if wrong := wrong or self._wrong_in_strict_interpreter(kernel, schedule):
+            return Failure("verify", wrong)
+        found = self._wrong_on_special(candidate)
+        if isinstance(found, Failure) or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
+            return found
         candidate = self._build(kernel, neighbour, schedule)
         if isinstance(candidate, Failure):
             return Failure("verify", f"on {neighbour} {candidate}")
         if wrong := self._wrong_on(candidate, neighbour, self._seed):
             return Failure("verify", f"on {neighbour} {wrong}")
-        return None
+        return found
 
     def intact(self) -> bool:
         """Returns whether operands and reference are unmodified: a candidate may have written out of bounds."""
@@ -238,36 +250,58 @@ class Bench:
             del draw  # frees its reference before the next one is computed
         return None
 
-    def _wrong_on_special(self, candidate: Built) -> str | None:
-        """Describes the first error of a candidate on special operands; None if it is correct.
+    def _wrong_on_special(self, candidate: Built) -> Finding:
+        """Returns the first error of a candidate on special operands: a failure, or else one on disputed operands.
 
         The first kind compiles the programs that draw and check the operands. After that, the device lock is held
         throughout.
         """
-        kinds = self._problem.special()
-        if kinds and not self._special:
-            if wrong := self._wrong_on_kind(candidate, kinds[0]):
-                return wrong
-            self._special, kinds = True, kinds[1:]
-        if not kinds:
+        kinds, disputed = self._problem.special(), dict[str, str]()
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                if self._special:
+                    stack.enter_context(self._exclusive_device())
+                wrong, refused = self._wrong_on_kind(candidate, kind)
+                self._special = True
+                if wrong and refused:
+                    others = _option([other for other in kinds if other != kind])
+                    return Failure("verify", f"{wrong}; where answers to such need not be right, write {others}")
+                if wrong:
+                    disputed[kind] = wrong
+        if not disputed:
             return None
-        with self._exclusive_device():
-            each = (self._wrong_on_kind(candidate, kind) for kind in kinds)
-            return next((wrong for wrong in each if wrong), None)
+        others = _option([kind for kind in kinds if kind not in disputed])
+        return Caution(
+            f"{'; '.join(disputed.values())}; another order of operations may differ there, so it is used: "
+            f"special=True refuses it, and {others} checks nothing else"
+        )
 
-    def _wrong_on_kind(self, candidate: Built, kind: str) -> str | None:
+    def _wrong_on_kind(self, candidate: Built, kind: str) -> tuple[str, bool]:
+        """Describes the first error on special operands, "" if there is none; and whether it refuses the candidate."""
         problem = self._problem
         with self._preparing():
             inputs = problem.special_inputs(kind, self._seed + 1)
         with self._exclusive_device():
             self._announce("run")  # restarts the timeout: each kind gets the full limit
-            draw = self._draw_of(problem, inputs)._replace(tolerance=_special_tolerance(problem, kind, candidate))
-        if wrong := self._wrong(candidate, problem, draw):
-            return (
-                f'with special operands ("{kind}") {wrong}; where answers to such need not be right, leave that out '
-                "of `special`"
-            )
-        return None
+            draw, tolerance = self._draw_of(problem, inputs), special_tolerance(problem, kind, candidate.tolerance)
+            if kind == "offset":  # narrower operands are rounded more coarsely than sums in float32
+                moved = [rounded_differently(x, i) if x.dtype.itemsize >= 4 else x for i, x in enumerate(draw.inputs)]
+                each = zip(tolerance, draw.expected, self._checks[problem].reference(*moved), strict=True)
+                tolerance = tuple(itertools.starmap(with_rounding_of_operands, each))
+            draw = draw._replace(tolerance=tolerance)
+        if (wrong := self._wrong(candidate, problem, draw)) is None:
+            return "", False
+        described = f'with special operands ("{kind}") {wrong.replace(UNWRITTEN, "")}'
+        return described, kind not in problem.disputed() or self._has_stray_nan(candidate, draw)
+
+    def _has_stray_nan(self, candidate: Built, draw: Draw) -> bool:
+        """Runs a candidate again; returns whether it writes a NaN in a row without one in the reference, or raises."""
+        with self._exclusive_device():
+            try:
+                actual = candidate.run(self._checks[self._problem].poison(), *draw.inputs)
+                return has_stray_nan(self._problem, actual, draw.expected, draw.rows)
+            except jax.errors.JaxRuntimeError:
+                return True
 
     def _wrong_when_traced_again(self, candidate: Built, kernel: Kernel[Any, Any], schedule: Schedule) -> str | None:
         """Describes the error of a retraced program that differs from the first; None if there is none."""
@@ -277,6 +311,27 @@ class Bench:
             if wrong := self._wrong_on(again, self._problem, self._seed + 1):
                 return f"traced again it is another program, and {wrong}"
         return None
+
+    def _wrong_in_strict_interpreter(self, kernel: Kernel[Any, Any], schedule: Schedule) -> str | None:
+        """Describes the error of a candidate in Pallas's strict interpreter; None if there is none.
+
+        Only kernels without a manual version, on a CPU, are interpreted.
+        """
+        if kernel.version != BY_PROGRAM or not self._hardware.abilities.interpreted:
+            return None
+        draw = self._draw_of(self._problem, self._operands(self._problem, self._seed + 1))
+        with self._builder.strictly_interpreted(kernel, self._problem, schedule) as strict:
+            if strict is None:
+                return None
+            self._announce("prepare")  # not "run": the strict interpreter is slow
+            try:
+                actual = strict.run(self._checks[self._problem].poison(), *draw.inputs)
+                wrong = self._start_comparison(strict, self._problem, draw, actual)()
+            except jax.errors.JaxRuntimeError as error:
+                wrong = raised_in_callback(error)
+                if not any(sign in wrong for sign in STRICT_ERRORS):  # code that the interpreter does not support
+                    return None
+        return wrong and f"in Pallas's strict interpreter, {wrong}"
 
     def _wrong(self, candidate: Built, problem: Problem, draw: Draw, runs: int = 1) -> str | None:
         """Describes the first error of a candidate's results; None if all are correct.
@@ -428,14 +483,9 @@ class Bench:
             self._unfilled = None
 
 
-def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[Tolerance, ...]:
-    """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
-
-    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
-    """
-    usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
-    each = zip(problem.special_tolerance(kind), usual, own, strict=True)
-    return tuple(special.wider(mine.times(one)) for special, one, mine in each)
+def _option(kinds: Sequence[str]) -> str:
+    """Formats the option `special` of `autotune` that checks these kinds."""
+    return f"special={tuple(kinds)}".replace("'", '"') if kinds else "special=False"
 
 
 def calls_to_confirm(problem: Problem) -> int:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Hashable
 from typing import Generic, TypeVar
 
-from scheduler.core.records import Failure, Outcome
+from scheduler.core.records import Failure, Finding, Outcome
 from scheduler.measure.bench import Bench
 from search_spaces.configuration import measurements
 
 Key = TypeVar("Key", bound=Hashable)
-O = TypeVar("O", bound=Outcome | None)  # noqa: E741
+O = TypeVar("O", bound=Outcome | Finding)  # noqa: E741
 
 
 @dataclasses.dataclass

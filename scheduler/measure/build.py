@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Schedule, Stage, label_of
 from scheduler.measure.protocol import Step
 from scheduler.model.pruning import onchip_bytes
-from search_spaces import jax_compat
+from search_spaces import configuration, jax_compat
 from search_spaces.fingerprint import all_equations, digest
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem, Tolerance, as_tuple
@@ -118,6 +120,13 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300]
 
 
+def raised_in_callback(error: BaseException) -> str:
+    """Returns in one line the exception at the end of a message, from the traceback's last line without an indent."""
+    lines = [line for line in str(error).strip().splitlines() if "object at 0x" not in line]
+    last = max(number for number, line in enumerate(lines) if not line.startswith(" "))
+    return " ".join(line.strip() for line in lines[last:])
+
+
 def describe_exception(error: BaseException) -> str:
     """Describes an exception of a candidate in one line: its type, message, and location in the kernel source."""
     name, message = type(error).__name__, first_line(error)
@@ -213,6 +222,30 @@ class Builder:
             elif digest(traced.jaxpr) != digest_before:
                 yield self._compile(kernel, problem, schedule, traced)
 
+    @contextlib.contextmanager
+    def strictly_interpreted(
+        self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule
+    ) -> Iterator[Built | None]:
+        """Context manager with a candidate, compiled to run on a CPU in Pallas's strict interpreter.
+
+        The strict interpreter of TPU kernels takes the place of ``interpret=True``, and detection of races is added to
+        ``InterpretGPUParams()``. The value is None if the candidate has none of these, more than `STRICT_STEPS` grid
+        steps, results that alias operands (which are then whole arrays, as on a GPU), or code that the interpreter does
+        not support.
+        """
+        built, traced = None, self._trace(kernel, problem, schedule)
+        strict = None if isinstance(traced, Failure) else _strict_interpreter(traced.jaxpr)
+        log = logging.getLogger("jax._src.callback")  # it repeats what the interpreter raises
+        log.addFilter(_silent)
+        try:
+            with contextlib.nullcontext() if strict is None else strict:
+                if strict is not None:
+                    traced = self._trace(kernel, problem, schedule)
+                    built = traced if isinstance(traced, Failure) else self._compile(kernel, problem, schedule, traced)
+                yield built if isinstance(built, Built) else None
+        finally:
+            log.removeFilter(_silent)
+
     def _trace(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, raising: bool = False
     ) -> jax.stages.Traced | Failure:
@@ -263,6 +296,29 @@ class Builder:
         if self._sharding is None:
             return tuple(arrays)
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding) for x in arrays)
+
+
+# More steps take minutes in the strict interpreter, which takes 3 ms for a step of two small blocks.
+STRICT_STEPS = 512
+# What the strict interpreters raise for wrong kernels; the other exceptions are about code that they do not support.
+STRICT_ERRORS = ("Out-of-bounds", "Revisited block", "RACE DETECTED")
+
+
+def _silent(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _strict_interpreter(jaxpr: Any) -> contextlib.AbstractContextManager[None] | None:
+    """Returns the context in which all interpreted kernels of a jaxpr are interpreted strictly, or None."""
+    calls = [equation.params for equation in all_equations(jaxpr) if equation.params.get("interpret")]
+    kinds = {type(params["interpret"]).__name__ for params in calls}
+    if kinds == {"InterpretGPUParams"}:
+        return jax_compat.gpu_interpreter(detect_races=True)
+    if kinds != {"bool"} or any(params.get("input_output_aliases") for params in calls):
+        return None
+    grids = [params["grid_mapping"].grid for params in calls if "grid_mapping" in params]
+    few = len(grids) == len(calls) and all(type(n) is int for grid in grids for n in grid)
+    return configuration.interpreting() if few and sum(map(math.prod, grids)) <= STRICT_STEPS else None
 
 
 def save(built: Built, path: Path) -> bool:

@@ -456,4 +456,4 @@ def interpreted(
         return None
     with configuration.interpreting():
         wrong = Bench(operation, like, hardware).confirm(backend, schedule)
-    return None if wrong is None else Failure("verify", f"interpreted, as {like}: {wrong}")
+    return Failure("verify", f"interpreted, as {like}: {wrong}") if isinstance(wrong, Failure) else None

@@ -18,7 +18,7 @@ from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
-from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
+from scheduler.core.records import L2, Failure, Finding, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
@@ -195,12 +195,12 @@ class Pool:
                 return found
             programs = self._compiled.setdefault(_bench_key(task), {})[_candidate(task)] = found
         outcome = self._ask(task, "again" if again else "measure", programs)
-        assert outcome is not None
+        assert isinstance(outcome, Outcome)
         if isinstance(outcome, Measurement):
             self._timeouts.record_run(task, outcome)
         return outcome
 
-    def confirm(self, task: Task) -> Failure | None:
+    def confirm(self, task: Task) -> Finding:
         self.compile_ahead(task)
         programs = self._known(task)
         if (compiling := self._to_confirm.get(_bench_key(task), {}).get(_candidate(task))) is not None:
@@ -209,7 +209,7 @@ class Pool:
                 return found
             programs = found
         outcome = self._ask(task, "confirm", programs)
-        assert outcome is None or isinstance(outcome, Failure)
+        assert not isinstance(outcome, Measurement)
         return outcome
 
     def compile_ahead(self, task: Task) -> None:
@@ -240,7 +240,7 @@ class Pool:
             self._closed = True
         self._processes.close()
 
-    def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
+    def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | Finding:
         """Sends a request to the measuring process and returns the outcome."""
         key = _bench_key(task)
         with self._device(key) as reserved:

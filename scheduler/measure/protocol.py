@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
+from scheduler.core.records import L2, Caution, Failure, Finding, Measurement, Outcome, Schedule
 from search_spaces.space import as_choice
 from search_spaces.target import Target
 
@@ -120,14 +120,14 @@ class Answer:
     """The end of a request.
 
     Attributes:
-      outcome: None if a candidate was confirmed or compiled.
+      outcome: None if a candidate is correct, or was compiled.
       retryable: the cause may not be the candidate; the request should be retried in another process.
       fatal: why this process ends now; "" if it continues to serve requests.
       programs: the programs that a compile process compiled.
       refused: why the measuring process compiled a program instead of loading it; "" if it loaded all programs.
     """
 
-    outcome: Outcome | None
+    outcome: Outcome | Finding
     retryable: bool = False
     fatal: str = ""
     programs: Programs | None = None
@@ -167,6 +167,7 @@ _TYPES: dict[str, Any] = {
         Target,
         Measurement,
         Failure,
+        Caution,
     )
 }
 # The key that holds the type name of a JSON object. No field of a message or schedule has this name.
@@ -188,7 +189,7 @@ def decode(line: str | bytes) -> Message:
         message = json.loads(line, object_hook=_typed)
     except (ValueError, KeyError, TypeError, RecursionError):
         message = None
-    if isinstance(message, Answer) and not isinstance(message.outcome, Measurement | Failure | None):
+    if isinstance(message, Answer) and not isinstance(message.outcome, Measurement | Failure | Caution | None):
         message = None
     if not isinstance(message, Message):
         raise ValueError(f"no message: {line[:60]!r}")

@@ -12,7 +12,7 @@ from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
+from scheduler.core.records import L2, Environment, Finding, Outcome, Schedule
 from scheduler.measure.bench import Bench
 from scheduler.measure.bench_cache import BenchCache
 from scheduler.measure.buffers import least_buffer_bytes
@@ -125,10 +125,10 @@ class Runner(Protocol):
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """Compiles, verifies and times one candidate; `again` only times it if it is still compiled. Blocks."""
 
-    def confirm(self, task: Task) -> Failure | None:
+    def confirm(self, task: Task) -> Finding:
         """Checks a measured candidate with other inputs and on the neighbour of the problem. Blocks.
 
-        Returns the failure, or None if the candidate is correct. When it returns, the candidate is ready to be timed
+        Returns what is wrong, or None if the candidate is correct. When it returns, the candidate is ready to be timed
         again.
         """
 
@@ -183,7 +183,7 @@ class InProcess:
 
         return self._benches.ask((task.operation, task.problem, task.l2), ask)
 
-    def confirm(self, task: Task) -> Failure | None:
+    def confirm(self, task: Task) -> Finding:
         key = task.operation, task.problem, task.l2
         return self._benches.ask(key, lambda bench: bench.confirm(task.backend, task.schedule))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces import checking
+from search_spaces.configuration import measurements
 from search_spaces.problem import Problem, Tolerance
 from search_spaces.space import DeclarationError
 
@@ -24,6 +26,11 @@ MOST_ROWS = 2**20
 # With fewer than this many elements, the largest may be small by accident. The scale is then multiplied by this number
 # over the number of elements.
 FEW = 8
+# Factor of the change in the results when the operands are rounded differently.
+SENSITIVITY = 8.0
+
+# What a NaN probably is if neither the operands nor the reference have one.
+UNWRITTEN = " (as where nothing was written)"
 
 Rows = npt.NDArray[np.int32]
 
@@ -61,6 +68,77 @@ def compared_elements(problem: Problem) -> int:
 def identical(was: jax.Array, now: jax.Array) -> bool:
     """Returns whether two arrays have the same elements; NaN equals NaN."""
     return bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
+
+
+@measurements()
+def rounded_differently(x: Any, seed: int) -> Any:
+    """Moves each element of an inexact array up or down by one unit in the last place, or not at all, at random."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return _rounded_differently(x, seed)
+
+
+@jax.jit
+def _rounded_differently(x: jax.Array, seed: int) -> jax.Array:
+    step = jax.random.randint(jax.random.key(seed), x.shape, -1, 2)
+    return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a Python float keeps weak types
+
+
+def special_tolerance(problem: Problem, kind: str, own: Tolerance | tuple[Tolerance, ...]) -> tuple[Tolerance, ...]:
+    """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
+
+    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
+    """
+    each = zip(problem.special_tolerance(kind), *map(problem.for_each, (problem.tolerance(), own)), strict=True)
+    return tuple(special.wider(mine.times(one)) for special, one, mine in each)
+
+
+def with_rounding_of_operands(tolerance: Tolerance, expected: jax.Array, expected_when_rounded: jax.Array) -> Tolerance:
+    """Returns a tolerance that also allows `SENSITIVITY` times the change of a result when operands are rounded.
+
+    Correct kernels with another order of sums differ by this much: the normalized elements of a row with a mean of
+    10,000 and a standard deviation of 0.1 have two correct digits in float32.
+
+    Args:
+      expected_when_rounded: the reference on operands rounded differently.
+    """
+    largest, change = map(float, _largest_and_change(expected, expected_when_rounded))
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return dataclasses.replace(tolerance, absolute=tolerance.absolute + SENSITIVITY * change)
+    scale = min(max(largest * max(1.0, FEW / max(1, expected.size)), tolerance.scale[0]), tolerance.scale[1])
+    return Tolerance(tolerance.absolute * scale + SENSITIVITY * change, tolerance.relative)
+
+
+@jax.jit
+def _largest_and_change(expected: jax.Array, rounded: jax.Array) -> tuple[jax.Array, jax.Array]:
+    wide = expected.dtype if jnp.issubdtype(expected.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wide = wide if wide.itemsize >= 4 else jnp.dtype(jnp.float32)
+    expected, rounded = expected.astype(wide), rounded.astype(wide)
+    both = jnp.isfinite(expected) & jnp.isfinite(rounded)
+    size, change = (jnp.where(both, jnp.abs(x), 0) for x in (expected, rounded - expected))
+    return jnp.max(size, initial=0), jnp.max(change, initial=0)
+
+
+def has_stray_nan(
+    problem: Problem, actual: Sequence[jax.Array], expected: Sequence[jax.Array], rows: Rows | None
+) -> bool:
+    """Returns whether a result has a NaN in a row in which the reference has neither a NaN nor an infinity.
+
+    A column that is not finite in every row, as of a vector that all rows share, makes no row count as one with a NaN.
+    If a result has fewer axes than an operand, each of its elements is a row.
+    """
+    most_axes = max(len(s.shape) for s in problem.operands())
+    for got, right, axis in zip(actual, expected, problem.row_axes, strict=True):
+        if not jnp.issubdtype(got.dtype, jnp.inexact) or not right.size:
+            continue
+        got = got if rows is None else jnp.take(got, rows, axis=axis)
+        columns = right.shape[-1] if right.ndim and right.ndim == most_axes else 1
+        special = ~jnp.isfinite(right.astype(got.dtype)).reshape(-1, columns)
+        stray = jnp.isnan(got).reshape(-1, columns) & ~special
+        shared = special.all(axis=0) if len(special) > 1 else jnp.zeros(columns, bool)
+        if bool((stray & ~(special & ~shared).any(axis=1, keepdims=True)).any()):
+            return True
+    return False
 
 
 def comparisons(
@@ -181,7 +259,7 @@ def _description(
         index = [int(i) for i in np.unravel_index(int(worst), expected.shape)]
         if rows is not None:
             index[axis] = int(rows[index[axis]])
-        nothing = " (as where nothing was written)" if np.isnan(got) and not np.isnan(right) else ""
+        nothing = UNWRITTEN if np.isnan(got) and not np.isnan(right) else ""
         actual_text, instead = _number_texts(np.asarray(got).item(), np.asarray(right).item())
         return (
             f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {actual_text}"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Failure, Outcome, Schedule, Stage
+from scheduler.core.records import Failure, Finding, Outcome, Schedule, Stage
 from scheduler.measure import build
 from scheduler.measure.bench import Bench
 from scheduler.measure.bench_cache import BenchCache
@@ -140,7 +140,7 @@ class _Loader(Builder):
             return None
 
 
-def _run_request(bench: Bench, request: Request) -> Outcome | None:
+def _run_request(bench: Bench, request: Request) -> Outcome | Finding:
     backend, schedule, repetitions = request.backend, request.schedule, request.repetitions
     match request.do:
         case "measure":

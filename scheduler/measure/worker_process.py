@@ -15,7 +15,7 @@ import platformdirs
 
 from scheduler.core.chip_table import GIB
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
-from scheduler.core.records import Failure, Outcome
+from scheduler.core.records import Failure, Finding, Outcome
 from scheduler.measure import protocol
 from scheduler.measure.fork_server import START_LIMIT_S
 from scheduler.measure.gpu import Gpu
@@ -46,13 +46,13 @@ class WorkerResult:
     """The result of a request.
 
     Attributes:
-      outcome: None if a candidate was confirmed.
+      outcome: None if a candidate is correct, or was compiled.
       retryable: the cause may not be the candidate.
       lost: why the worker has no process any more; "" if it has one.
       programs, refused: as in `protocol.Answer`.
     """
 
-    outcome: Outcome | None
+    outcome: Outcome | Finding
     retryable: bool = False
     lost: str = ""
     programs: protocol.Programs | None = None

@@ -198,6 +198,7 @@ def recheck(
         [entry, *(one for one in best.values() if one is not entry)],
         reference=record.reference,
         jax_version=record.environment.jax,
+        legal=record.legal,
     )
     return edited or entry
 

@@ -19,7 +19,7 @@ from scheduler.core.text import warn_safely
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
-from scheduler.model.pruning import Candidate, prune
+from scheduler.model.pruning import Candidate, Pruned, prune
 from scheduler.prediction.transfer import Neighbour
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -58,6 +58,7 @@ class Candidates:
       size: number of schedules in all spaces, before any rule.
       dropped: reason -> number of schedules it removed.
       versions: backend -> kernel version, for every competing backend.
+      notes: why no kernel has a legal schedule, for the record; empty if one has.
     """
 
     of: Sequence[Candidate]
@@ -65,6 +66,7 @@ class Candidates:
     size: int
     dropped: Mapping[str, int]
     versions: Mapping[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def collect(
@@ -89,6 +91,7 @@ def collect(
     candidates: list[Candidate] = []
     dropped: collections.Counter[str] = collections.Counter()
     versions: dict[str, int] = {}
+    empty: dict[str, str] = {}
     size = 0
     won = list(map(versioned, _winners(near, besides=operation.library.backend)))
     always_kept, requested = {*known, *won}, set(first)
@@ -99,7 +102,8 @@ def collect(
             dropped[f"{kernel.backend}: {reason}"] += 1
             continue
         pruned = prune(kernel, problem, runner.hardware, model_of(operation, kernel, runner.hardware))
-        ranked = pruned.candidates()
+        if not (ranked := pruned.candidates()) and not kernel.library:
+            empty[kernel.backend] = _obstacles(pruned)
         legal = _measured(ranked, runner) if isinstance(runner, Recorded) else ranked
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
@@ -110,6 +114,10 @@ def collect(
         size += pruned.size
         dropped.update(pruned.dropped)
         versions[kernel.backend] = legal[0].version if legal else kernel.version
+    notes = []
+    if empty and empty.keys() == versions.keys() - {operation.library.backend}:
+        notes.append(f"no schedule is legal: {'; '.join(empty.values())}")
+        warn_safely(f"{operation.name} {problem}: {notes[0]}")
     if not runner.hardware.abilities.interpreted:
         reach_s = OUT_OF_REACH * min((c.predicted_s for c in candidates if not c.library), default=math.inf)
         beyond = [c for c in candidates if c.library and c.floor_s > reach_s and versioned(c) not in known]
@@ -121,7 +129,15 @@ def collect(
     leading = [versioned(c) for c in candidates if c.backend in vendors]
     leading += [*(points[point] for point in first if point in points), *won]
     seeds = [place[which] for which in dict.fromkeys(leading) if which in place]
-    return Candidates(candidates, seeds, size, dropped, versions)
+    return Candidates(candidates, seeds, size, dropped, versions, tuple(notes))
+
+
+def _obstacles(pruned: Pruned) -> str:
+    """Describes why a space without a legal schedule has none."""
+    reasons = [f"{count} of {pruned.size} break the rule {reason!r}" for reason, count in pruned.dropped.items()]
+    if len(reasons) == 1:
+        return f"every one of {pruned.size} breaks the rule {next(iter(pruned.dropped))!r}"
+    return ", ".join(reasons) or "a choice has no values"
 
 
 def fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
@@ -141,6 +157,11 @@ def identified(task: Task, target: Target) -> Task:
 def reference(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
     """Returns the fingerprint of the reference, or "" for a recording."""
     return "" if isinstance(runner, Recorded) else fingerprints.of_reference(operation, problem)
+
+
+def legal_schedules(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
+    """Returns the fingerprint of the legal schedules, or "" for a recording."""
+    return "" if isinstance(runner, Recorded) else fingerprints.of_legal(operation, problem, runner.hardware.target)
 
 
 class EqualPrograms:

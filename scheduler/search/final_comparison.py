@@ -9,14 +9,28 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scheduler.core.interrupts import Threads
-from scheduler.core.records import TIE, AllFailed, Failure, Measurement, Outcome, Trial, Verdict
-from scheduler.core.text import share_text
+from scheduler.core.records import (
+    TIE,
+    AllFailed,
+    Caution,
+    Entry,
+    Failure,
+    Finding,
+    Measurement,
+    Outcome,
+    Trial,
+    Verdict,
+    point_of,
+    schedule_text,
+)
+from scheduler.core.text import share_text, warn_safely
 from scheduler.measure import timer
 from scheduler.measure.runner import Runner
 from scheduler.search.trials import Trials
+from search_spaces.operation import Operation
 
 # Under load, a device's clocks drift by less than this share. A larger drift is noted, and the affected rounds are
 # repeated. A larger spread of one candidate's rounds is noted, too.
@@ -305,7 +319,7 @@ KEPT_FINALISTS = 2
 T = TypeVar("T", bound=Hashable)
 
 
-def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: Runner) -> list[int]:
+def finalists(trials: Trials, confirm: Callable[[int], Finding], runner: Runner) -> list[int]:
     """Returns the fastest few and the best of each backend, all confirmed on other inputs and a neighbouring problem.
 
     A candidate that is not confirmed becomes a failure, and the next best takes its place. The list is empty if none is
@@ -318,11 +332,14 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
         to_confirm = [index for index in chosen if index not in confirmed]
         if not to_confirm:
             return chosen
-        with Threads[int, Failure | None](runner.slots, runner.close) as threads:
-            for index, failure in threads.map(confirm, to_confirm):
+        with Threads[int, Finding](runner.slots, runner.close) as threads:
+            for index, found in threads.map(confirm, to_confirm):
                 confirmed.add(index)
-                if failure is not None:
-                    trials.refute(index, failure)
+                match found:
+                    case Failure():
+                        trials.refute(index, found)
+                    case Caution(detail=detail):
+                        trials.cautions[index] = detail
 
 
 def fastest_finalists(ranked: Sequence[T], count: int, backend: Callable[[T], str]) -> list[T]:
@@ -350,6 +367,37 @@ def run_off_finalists(
     if others:
         notes.append(f"{others} other process{'es were' if others > 1 else ' was'} on the device")
     return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
+
+
+# A note names at most this many schedules.
+NAMED = 3
+
+
+def notes_on_results(operation: Operation[Any], trials: Trials, entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Returns notes on wrong results beside correct ones, and on entries that are used with caution; warns of each."""
+    notes = []
+    for backend in dict.fromkeys(entry.backend for entry in entries if entry.backend != operation.library.backend):
+        tried = [trial for trial in trials.ended.values() if trial.backend == backend]
+        wrong = {
+            schedule_text(trial.schedule): trial.outcome.detail
+            for trial in tried
+            if isinstance(trial.outcome, Failure) and trial.outcome.stage == "verify"
+        }
+        if wrong:
+            more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            named = "; ".join(list(wrong)[:NAMED]) + more
+            share = f"{len(wrong)} of {len(tried)} schedules gave wrong results"
+            notes.append(f"{backend}: {share} ({named}): {next(iter(wrong.values()))}")
+        used = {point_of(entry.backend, entry.schedule) for entry in entries if entry.backend == backend}
+        cautions = {
+            trials.cautions[index]: schedule_text(trial.schedule)
+            for index, trial in trials.ended.items()
+            if index in trials.cautions and point_of(trial.backend, trial.schedule) in used
+        }
+        notes += [f"{backend} {schedule}: {detail}" for detail, schedule in cautions.items()]
+    for note in notes:
+        warn_safely(f"{operation.name}, {note}")
+    return tuple(notes)
 
 
 # Numbers that differ between failures with the same cause (size, position, amount), but not line numbers.

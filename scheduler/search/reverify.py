@@ -225,7 +225,7 @@ def _timed(
         # A library that is far slower than the winner is compiled once, as in a search.
         again = task(rival, repetitions, record.winner.measurement.median_s)
         wrong = runner.confirm(again) if isinstance(outcome, Measurement) else None
-        return wrong or outcome
+        return wrong if isinstance(wrong, Failure) else outcome
 
     with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
         now = dict(threads.map(first, by_label))
@@ -274,6 +274,7 @@ def _refreshed(
         environment=runner.environment,
         confidence=ended.verdict,
         reference=fingerprints.of_reference(operation, problem),
+        legal=fingerprints.of_legal(operation, problem, runner.hardware.target),
         imported=None,
     )
 

@@ -196,6 +196,11 @@ class Result:
             return ()
         return tuple(lost for lost in self.record.failed if lost.own)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the results of this search (`Record.notes`)."""
+        return () if self.record is None or self.state == "known" else self.record.notes
+
 
 def _require(task: Task | RangeTask) -> None:
     """Raises TypeError or ValueError if a number of the task is invalid."""

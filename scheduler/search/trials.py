@@ -110,6 +110,7 @@ class Trials:
 
     Attributes:
       ended: candidate index -> its trial, in the order in which the trials ended.
+      cautions: candidate index -> the detail of its `Caution`.
       resumed: number of trials reused from an earlier run.
       fastest_s: the fastest time so far in seconds, or None.
     """
@@ -131,6 +132,7 @@ class Trials:
         self._writer, self._first_error = writer, first_error
         place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
         self.ended: dict[int, Trial] = {place[which]: trial for which, trial in known.items() if which in place}
+        self.cautions: dict[int, str] = {}
         self.resumed = len(self.ended)
         self.fastest_s = min(filter(None, map(seconds, self.ended.values())), default=None)
 

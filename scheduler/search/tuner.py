@@ -19,7 +19,6 @@ from scheduler.core.records import (
     L2,
     L2S,
     Entry,
-    Failure,
     Measurement,
     Outcome,
     Point,
@@ -53,6 +52,7 @@ from scheduler.search.candidates import (
     collect,
     fingerprint,
     identified,
+    legal_schedules,
     reference,
     search_seconds,
 )
@@ -64,6 +64,7 @@ from scheduler.search.final_comparison import (
     all_failed,
     fastest_finalists,
     finalists,
+    notes_on_results,
     rank_once,
     run_off_finalists,
 )
@@ -282,7 +283,7 @@ class _Tuning:
             writer.prepare()
             with writer:
                 self._search(seconds, seed, progress)
-                chosen = finalists(self.trials, self._confirm, self.runner)
+                chosen = finalists(self.trials, lambda index: self.runner.confirm(self._finalist(index)), self.runner)
                 if not chosen:
                     self._fail_without_result()
                 entries, verdict = self._run_off(chosen, seed)
@@ -301,6 +302,8 @@ class _Tuning:
             library=self.operation.library.backend,
             brief=brief,
             reference=reference(self.operation, self.problem, self.runner),
+            legal=legal_schedules(self.operation, self.problem, self.runner),
+            notes=(*self.candidates.notes, *notes_on_results(self.operation, self.trials, entries)),
         )
         self.writer.write(lambda store: store.put(record))
         return record
@@ -454,9 +457,6 @@ class _Tuning:
             task = self._task(index, self.repetitions)
             self._finalists[index] = identified(task, self.runner.hardware.target)
         return self._finalists[index]
-
-    def _confirm(self, index: int) -> Failure | None:
-        return self.runner.confirm(self._finalist(index))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """Times the winner, the runner-up and the best of each other backend again, interleaved.

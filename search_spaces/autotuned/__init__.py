@@ -116,6 +116,11 @@ class CallProblem(Problem):
         wanted = self.declared.special
         return tuple(kind for kind in there_are if kind in wanted)
 
+    def disputed(self) -> frozenset[str]:
+        """Returns none if all operands are integers: their sums are the same in each order."""
+        inexact = any(jnp.issubdtype(s.dtype, jnp.inexact) for s in self.operands())
+        return self.declared.disputed if inexact else frozenset()
+
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Leaves integers as the declared `inputs` drew them: they may be indices."""
         return checking.with_special_values(self.inputs(seed), kind, integers=self.declared.inputs is None)

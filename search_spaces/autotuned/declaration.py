@@ -10,7 +10,7 @@ from typing import Any
 
 from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
 from search_spaces.bindings import Bindings, tracing
-from search_spaces.checking import VALUE_KINDS
+from search_spaces.checking import DISPUTED, VALUE_KINDS
 from search_spaces.problem import DOWN, Tolerance
 from search_spaces.space import Choice, DeclarationError, Space
 
@@ -34,7 +34,8 @@ class Declaration:
       footprint: as `Kernel.footprint`; None if not declared.
       supports: as `Kernel.supports`.
       tolerance, inputs, flops, bytes_moved: as those of `Problem`; None selects the default there, and 0 for flops.
-      special: kinds of special operands for which results must be correct.
+      special: kinds of special operands for which results are verified.
+      disputed: the kinds of these for which a wrong result is a warning.
     """
 
     function: Callable[..., Any]
@@ -52,6 +53,7 @@ class Declaration:
     flops: Asked | None
     bytes_moved: Asked | None
     special: tuple[str, ...] = VALUE_KINDS
+    disputed: frozenset[str] = DISPUTED
 
     def run(self, *arrays: Any, **named: Any) -> Any:
         """Runs the function; `named` are its static parameters, its choices and the target."""
@@ -130,6 +132,7 @@ def declared(
         flops=asked(flops, "flops", posed),
         bytes_moved=asked(bytes_moved, "bytes_moved", posed),
         special=_special(inputs is None if special is None else special),
+        disputed=DISPUTED if special is None else frozenset(),
     )
 
 

@@ -167,7 +167,7 @@ class GatedMatmulProblem(Problem):
         return scaled(x, self.k**-0.5), *others
 
     def special(self) -> tuple[str, ...]:
-        return checking.VALUE_KINDS
+        return checking.PRODUCT_KINDS
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Returns the accumulator's tolerance relative to the largest accumulator, times the other factor.

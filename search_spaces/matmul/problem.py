@@ -319,11 +319,12 @@ class MatmulProblem(Problem):
         return (scaled(a, self.k**-0.5) if self.fused else a), *others
 
     def special(self) -> tuple[str, ...]:
-        """Returns all kinds, but no infinities for float32.
+        """Returns all kinds for products, but no infinities for float32.
 
         Kernels may multiply float32 as a sum of narrower parts, which turns infinities into NaN.
         """
         kinds = checking.kinds_of([jnp.dtype(self.dtype)])
+        kinds = tuple(kind for kind in kinds if kind in checking.PRODUCT_KINDS)
         return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:

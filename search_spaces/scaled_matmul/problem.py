@@ -128,7 +128,7 @@ class ScaledMatmulProblem(Problem):
         return a, b, *(checking.run_program(_as_scale, x) for x in scales)
 
     def special(self) -> tuple[str, ...]:
-        return checking.VALUE_KINDS
+        return checking.PRODUCT_KINDS
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         """Alters the operands only: scales that map operands to their dtype's range are finite and nonzero."""

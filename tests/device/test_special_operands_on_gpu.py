@@ -15,6 +15,8 @@ from search_spaces.matmul import MatmulProblem
 from search_spaces.scaled_matmul import ScaledMatmulProblem
 
 ROWS = ("softmax", "rms_norm", "add_rms_norm", "silu_and_mul", "silu_and_mul_backward")
+# Operations that cancel the mean of a row ("offset").
+NORMS = ("layer_norm", "layer_norm_backward", "log_softmax", "rms_norm_backward")
 DTYPES = ("bfloat16", "float16", "float32")
 CASES = [
     *(("matmul", MatmulProblem(512, 384, 1000, dtype=dtype)) for dtype in DTYPES),
@@ -26,6 +28,8 @@ CASES = [
     *(("gated_matmul", GatedMatmulProblem(512, 384, 1000, dtype=dtype)) for dtype in ("bfloat16", "float16")),
     ("scaled_matmul", ScaledMatmulProblem(512, 384, 1024, transpose_b=True)),
     *((name, load_known(name).problem(1000, 4096, dtype)) for name in ROWS for dtype in DTYPES),
+    *((name, load_known(name).problem(512, 1024, dtype)) for name in NORMS for dtype in DTYPES),
+    *(("group_norm", load_known("group_norm").problem(8, 256, 64, 8, dtype)) for dtype in DTYPES),
     *(("softmax", load_known("softmax").problem(64, columns)) for columns in (1000, 65536, 151936)),
     *(("flash_attention", FlashAttentionProblem(2, 512, 512, 4, 2, 128, causal=True, return_lse=True, dtype=dtype))
       for dtype in ("bfloat16", "float16")),

@@ -10,10 +10,13 @@ import pytest
 from operations import DoubleProblem
 
 import scheduler
-from scheduler.core.hardware import CPU
+from scheduler.core.hardware import CPU, find
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench, calls_to_confirm
+from scheduler.measure.estimate import interpreted
 from scheduler.measure.verification import mismatch, mismatches
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces import checking, load_known
 from search_spaces.flash_attention import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
@@ -54,6 +57,32 @@ def test_halves_are_halves_and_some_rows_are_of_equal_elements(dtype):
     assert {-2.5, -1.5, -0.5, 0.5, 1.5, 2.5} <= set(values.ravel())
     assert (values[5] == 0).all()
     assert set(values[3]) <= {0.0, 1.5}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offset_numbers_have_a_large_mean_and_a_small_deviation(dtype):
+    values = drawn(dtype, "offset", (64, 128)).astype(np.float64)
+    assert np.isfinite(values).all()
+    assert min(len(set(row)) for row in values) >= 3
+    assert values.std() < values.mean() / 4
+    assert (10 if dtype == "float8_e4m3fn" else 1000) < values.mean() < 10_000
+    if dtype == "float32":
+        assert 0.09 < values.std() < 0.11
+
+
+def test_only_the_largest_operands_have_an_offset_and_no_integers():
+    x, w, i = jnp.ones((16, 32)), jnp.ones((32, 4)), jnp.ones((64, 64), jnp.int32)
+    first, small, integers, second = checking.with_special_values((x, w, i, x), "offset")
+    assert min(float(first.min()), float(second.min())) > 1000
+    assert small is w
+    assert integers is i
+    assert abs(float(first.mean() - second.mean())) > 100
+
+
+def test_operands_of_one_call_have_different_special_values():
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    one, two = checking.with_special_values((x, x), "halves")
+    assert float((one == two).mean()) < 0.5
 
 
 def test_special_numbers_are_in_some_rows_and_leave_the_others():
@@ -158,6 +187,17 @@ def test_poison_is_of_two_kinds_and_neither_passes_for_nan_that_is_right():
     right = jnp.full(64, jnp.nan)
     assert mismatch(first, right, Tolerance(0, 0)) is None
     assert "instead of nan" in mismatch(second, right, Tolerance(0, 0))
+
+
+def test_norms_of_rows_with_a_large_mean_are_right_in_the_interpreter_of_tpu_kernels():
+    hardware = find("TPU v5 lite")
+    for name in ("layer_norm", "layer_norm_backward"):
+        operation = load_known(name)
+        problem = operation.problem(16, 256, "float32")
+        assert "offset" in problem.special()
+        (kernel,) = (k for k in operation.kernels if not k.library and k.supports(problem, hardware.target) is None)
+        first = prune(kernel, problem, hardware, CostModel(hardware)).candidates()[0]
+        assert interpreted(operation, problem, hardware, kernel.backend, first.schedule) is None, name
 
 
 ROWS = ("softmax", "rms_norm", "add_rms_norm", "silu_and_mul", "silu_and_mul_backward", "softmax_with_lse")

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 import scheduler
 from scheduler.core.hardware import CPU
-from scheduler.core.records import Failure, Measurement
+from scheduler.core.records import Caution, Failure, Measurement
 from scheduler.measure.bench import Bench
 from search_spaces import Tolerance
 
@@ -87,18 +88,39 @@ def norm(x):
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
+def centered(x):
+    shifted = x - x.mean(axis=-1, keepdims=True)
+    return shifted * lax.rsqrt((shifted * shifted).mean(axis=-1, keepdims=True) + 1e-5)
+
+
+def variance_in_one_pass(x):
+    return (x * x).mean(axis=-1) - x.mean(axis=-1) ** 2
+
+
+def backward_of_centered(x, y):
+    shifted = x - x.mean(axis=-1, keepdims=True)
+    scale = lax.rsqrt((shifted * shifted).mean(axis=-1, keepdims=True) + 1e-5)
+    unit = shifted * scale
+    return scale * (y - y.mean(axis=-1, keepdims=True) - unit * (y * unit).mean(axis=-1, keepdims=True))
+
+
+def scan(a, x):
+    def step(state, each):
+        state = each[0] * state + each[1]
+        return state, state
+
+    return lax.scan(step, jnp.zeros(x.shape[0]), (a.T, x.T))[1].T
+
+
+def associative_scan(a, x):
+    return lax.associative_scan(lambda one, two: (one[0] * two[0], one[1] * two[0] + two[1]), (a, x), axis=1)[1]
+
+
 BIG = 1 << 28
 TIE = jnp.float32(1e-30)
-# What is wrong -> the reference, the kernel, and an operand.
+# What is wrong -> the reference, the kernel, an operand, and what is told of it.
 WRONG = {
     "clips beyond 100": (lambda x: 2 * x, lambda x: 2 * jnp.clip(x, -100, 100), FLOATS),
-    "NaN to 0": (lambda x: 2 * x, lambda x: jnp.nan_to_num(2 * x, nan=0.0, posinf=jnp.inf, neginf=-jnp.inf), FLOATS),
-    "infinity to 0": (lambda x: 2 * x, lambda x: jnp.where(jnp.isinf(x), 0.0, 2 * x), FLOATS),
-    "minus infinity to the least number": (
-        lambda x: 2 * x,
-        lambda x: jnp.where(x == -jnp.inf, jnp.finfo(jnp.float32).min, 2 * x),
-        FLOATS,
-    ),
     "softmax without the maximum": (softmax, softmax_without_the_maximum, FLOATS),
     "softmax without the maximum in bfloat16": (
         softmax,
@@ -131,11 +153,6 @@ WRONG = {
         FLOATS,
     ),
     "a norm in float16": (norm, lambda x: norm(x.astype(jnp.float16)).astype(x.dtype), FLOATS),
-    "NaN is no maximum": (
-        lambda x: x.max(axis=-1),
-        lambda x: jnp.where(jnp.isnan(x), -jnp.inf, x).max(axis=-1),
-        FLOATS,
-    ),
     "overflow to the largest": (
         lambda x: x * x,
         lambda x: jnp.clip((x * x).astype(jnp.float32), -65504, 65504).astype(x.dtype),
@@ -155,6 +172,24 @@ WRONG = {
     "the imaginary part": (lambda x: x + 1j * x, lambda x: lax.complex(x, 100 * x), FLOATS),
     "the conjugate": (lambda x: x * x, lambda x: jnp.conj(x * x), COMPLEX),
     "a truth value": (lambda x: x > 1, lambda x: x >= 1, FLOATS),
+    "a variance in one pass": (lambda x: x.var(axis=-1), variance_in_one_pass, FLOATS, {"tolerance": 1e-4}),
+    "a norm by a variance in one pass": (
+        centered,
+        lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(jnp.maximum(variance_in_one_pass(x), 0)[:, None] + 1e-5),
+        FLOATS,
+        {"tolerance": 1e-2},
+    ),
+    "NaN in the rows of a tile": (
+        lambda x: 2 * x,
+        lambda x: jnp.where(jnp.isnan(x.reshape(2, -1)).any(axis=1).repeat(8)[:, None], jnp.nan, 2 * x),
+        FLOATS,
+    ),
+    "NaN in all sums of a tile": (
+        lambda x: x.sum(axis=1),
+        lambda x: jnp.where(jnp.isnan(x).any(), jnp.nan, x.sum(axis=1)),
+        FLOATS,
+        {"tolerance": 1e-5},
+    ),
     "the bits of a bfloat16": (
         lambda x: lax.bitcast_convert_type(x, jnp.uint16),
         lambda x: lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1),
@@ -182,11 +217,12 @@ WRONG_IN_X64 = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_refused(wrong):
-    reference, kernel, x = WRONG[wrong]
-    failure = verified(reference, kernel, x)
+    reference, kernel, x, *told = WRONG[wrong]
+    failure = verified(reference, kernel, x, **(told[0] if told else {}))
     assert isinstance(failure, Failure)
     assert failure.stage == "verify"
     assert "elements are off; the worst" in failure.detail
+    assert "nothing was written" not in failure.detail
 
 
 @pytest.mark.parametrize("wrong", WRONG_IN_X64)
@@ -198,12 +234,69 @@ def test_what_is_wrong_in_64_bits_is_refused(wrong):
     assert "elements are off; the worst" in failure.detail
 
 
+# Wrong for operands for which another order of sums may differ -> the kinds, the reference, the kernel, its operands.
+DISPUTED = {
+    "NaN to 0": (
+        ["nan"],
+        lambda x: 2 * x,
+        lambda x: jnp.nan_to_num(2 * x, nan=0.0, posinf=jnp.inf, neginf=-jnp.inf),
+        [FLOATS],
+    ),
+    "infinity to 0": (["inf", "-inf"], lambda x: 2 * x, lambda x: jnp.where(jnp.isinf(x), 0.0, 2 * x), [FLOATS]),
+    "NaN is no maximum": (
+        ["nan"],
+        lambda x: x.max(axis=-1),
+        lambda x: jnp.where(jnp.isnan(x), -jnp.inf, x).max(axis=-1),
+        [FLOATS],
+    ),
+    "a scan in another order": (["large", "inf", "-inf"], scan, associative_scan, [FLOATS, FLOATS]),
+    "a cumulative sum as a product": (
+        ["nan", "inf", "-inf"],
+        lambda x: jnp.cumsum(x, axis=1),
+        lambda x: jnp.dot(x, jnp.triu(jnp.ones((32, 32))), precision="highest"),
+        [FLOATS],
+    ),
+    "a norm's backward pass": (
+        ["inf", "-inf"],
+        lambda x, y: jax.vjp(centered, x)[1](y)[0],
+        backward_of_centered,
+        [FLOATS, FLOATS],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISPUTED)
+def test_what_differs_for_disputed_operands_is_used_with_a_caution_and_refused_if_that_is_asked(name):
+    kinds, reference, kernel, operands = DISPUTED[name]
+    caution = verified(reference, kernel, *operands, tolerance=1e-4)
+    assert isinstance(caution, Caution)
+    assert re.findall(r'special operands \("(.*?)"\)', caution.detail) == kinds
+    assert "nothing was written" not in caution.detail
+    assert verified(reference, kernel, *operands, tolerance=1e-4, special=False) is None
+    for special in (True, kinds):
+        assert verified(reference, kernel, *operands, tolerance=1e-4, special=special).stage == "verify"
+    (others,) = re.findall(r"(special=\(.*?\)) checks nothing else", caution.detail)
+    assert verified(reference, kernel, *operands, tolerance=1e-4, **eval(f"dict({others})")) is None
+
+
 def sum_in_blocks(x):
     return x.reshape(x.shape[0], 4, -1).sum(axis=-1).sum(axis=-1)
 
 
 def without_subnormal_numbers(x):
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
+
+
+def variance_in_parts(x):
+    parts = jnp.split(x, 4, axis=1)
+    means = [part.mean(axis=1) for part in parts]
+    mean = sum(means) / 4
+    return sum(part.var(axis=1) + (own - mean) ** 2 for part, own in zip(parts, means, strict=True)) / 4
+
+
+def centered_in_parts(x):
+    mean = sum(part.mean(axis=1) for part in jnp.split(x, 4, axis=1)) / 4
+    return (x - mean[:, None]) * lax.rsqrt(variance_in_parts(x)[:, None] + 1e-5)
 
 
 def online_softmax(x):
@@ -258,6 +351,15 @@ RIGHT = {
     "an overflow to infinity": (lambda x: x * x, lambda x: x * x, [HALVES], {}),
     "an online softmax": (softmax, online_softmax, [FLOATS], {}),
     "an online softmax in bfloat16": (softmax, online_softmax, [BFLOATS], {}),
+    "a variance in one pass over the rest from the first element": (
+        lambda x: x.var(axis=-1),
+        lambda x: variance_in_one_pass(x - x[:, :1]),
+        [FLOATS],
+        {"tolerance": 1e-5},
+    ),
+    "a variance in parts": (lambda x: x.var(axis=-1), variance_in_parts, [FLOATS], {"tolerance": 1e-5}),
+    "a norm by means in parts": (centered, centered_in_parts, [FLOATS], {"tolerance": 1e-4}),
+    "differences": (lambda x: jnp.diff(x, axis=1), lambda x: x[:, 1:] - x[:, :-1], [FLOATS], {}),
     "a norm": (norm, lambda x: x / jnp.sqrt(sum_in_blocks(x * x)[:, None] / 32 + 1e-6), [FLOATS], {}),
     "a maximum": (lambda x: x.max(axis=-1), lambda x: x[:, ::-1].max(axis=-1), [FLOATS], {}),
     "NaN where it is right": (jnp.log, lambda x: jnp.log(x), [FLOATS], {}),
@@ -316,6 +418,7 @@ def test_a_search_keeps_no_entry_that_is_wrong_and_one_whose_right_answer_has_na
     with pytest.warns(RuntimeWarning, match="1 of 1 schedules of pallas failed: verify: .*instead of nan"):
         wrong = tuned("log_of_magnitudes", lambda x: jnp.log(jnp.abs(x)))
     assert [entry.backend for entry in wrong.entries] == ["xla"]
-    with pytest.warns(RuntimeWarning, match=r'verify: with special operands \("inf"\) .* leave that out of `special`'):
+    with pytest.warns(RuntimeWarning, match=r'log_of_finite.*, pallas tile=8: with special operands \("inf"\)') as told:
         finite = tuned("log_of_finite", lambda x: jnp.minimum(jnp.log(x), 80.0))
-    assert [entry.backend for entry in finite.entries] == ["xla"]
+    assert {entry.backend for entry in finite.entries} == {"pallas", "xla"}
+    assert [str(each.message).endswith(finite.notes[0]) for each in told] == [True]

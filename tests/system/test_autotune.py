@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -241,7 +242,16 @@ def test_keys_of_random_numbers_are_left_to_the_reference():
 
 
 def test_candidates_that_are_wrong_or_do_not_build_are_reported_and_the_right_one_is_found():
-    record = scheduler.tune(faulty, {"x": "float32[40]"}, budget=9)
+    with pytest.warns(RuntimeWarning, match="faulty_addition, pallas: 2 of 4 schedules gave wrong results") as told:
+        record = scheduler.tune(faulty, {"x": "float32[40]"}, budget=9)
+    (note,) = record.notes
+    assert re.search(r"gave wrong results \((how=wrong; how=misshapen|how=misshapen; how=wrong)\): ", note)
+    assert [str(each.message) for each in told] == [f"faulty_addition, {note}"]
+    assert "note: pallas: 2 of 4 schedules gave wrong results" in str(record)
+    shown = CliRunner().invoke(app, ["show", "own_kernels:faulty", "x=float32[40]"]).output
+    assert "pallas: 2 of 4 schedules gave wrong results (how=" in shown
+    told = json.loads(CliRunner().invoke(app, ["tune", "own_kernels:faulty", "x=float32[40]", "--json"]).output)
+    assert told["record"]["notes"] == [note]
     trials = Store(os.environ["TILE_SCHEDULER_CACHE"]).last_trials(record.key)
     outcomes = {trial.schedule["how"]: trial.outcome for trial in trials if trial.backend == "pallas"}
     assert isinstance(outcomes.pop("right"), Measurement)
@@ -254,6 +264,29 @@ def test_candidates_that_are_wrong_or_do_not_build_are_reported_and_the_right_on
     assert outcomes["raises"].detail.endswith(f"ValueError: no such way (tests/own_kernels.py:{line})")
     assert outcomes["misshapen"].detail == "the result is float32[39] instead of float32[40]"
     assert "pallas" in {entry.backend for entry in record.entries}
+
+
+def test_rules_without_a_legal_schedule_are_a_warning_that_names_them_and_their_repair_is_searched():
+    x = jnp.zeros(8)
+    illegal = r"no schedule is legal: every one of 2 breaks the rule 'too large'"
+    with pytest.warns(RuntimeWarning, match=illegal):
+        record = added(rules={"too large": lambda tile: tile > 100}).tune(x, budget=3)
+    assert [entry.backend for entry in record.entries] == ["xla"]
+    assert re.fullmatch(illegal, record.notes[0])
+    several = {"too small": lambda tile: tile > 4, "too large": lambda tile: tile < 8}
+    with pytest.warns(RuntimeWarning, match="1 of 2 break the rule 'too small', 1 of 2 break the rule 'too large'"):
+        added(rules=several, name="two_rules").tune(x, budget=3)
+    with pytest.warns(RuntimeWarning, match="a choice has no values"):
+        added(tile=lambda x: (), name="no_values").tune(x, budget=3)
+
+    repaired = added(rules={"too large": lambda tile: tile < 100})
+    with pytest.warns(RuntimeWarning, match="the choices or rules have changed since it was measured"):
+        assert repaired(x).tolist() == [1.0] * 8
+    record = repaired.tune(x, budget=3)
+    assert {entry.backend for entry in record.entries} == {"xla", "pallas"}
+    assert record.notes == ()
+    same_schedules = added(rules={"too large": lambda tile: tile <= 8, "any": lambda x: True})
+    assert same_schedules.tune(x, budget=3) == record, "found in the store"
 
 
 def test_a_reference_of_another_shape_is_told_at_the_first_use():

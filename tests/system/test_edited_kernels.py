@@ -285,6 +285,23 @@ def test_what_changes_no_answer_leaves_the_record_its_own(name, loaded):
     assert held(again, record) == record.winner
 
 
+def test_a_record_is_stale_if_another_choice_or_rule_makes_other_schedules_legal(loaded):
+    text = file("return x * 2")
+    function = loaded(text)
+    legal = fingerprints.of_legal(function.operation, function.problem(X), CPU.target)
+    record = dataclasses.replace(record_of(function), legal=legal)
+    assert held(loaded(text.replace("tile=(8, 16)", "tile=[8, 16]")), record) == record.winner
+    assert held(
+        loaded(text.replace("tile=(8, 16)", "tile=(8, 16), rules={'few': lambda tile: tile < 99}")), record
+    ) == (record.winner)
+    for changed in ("tile=(8, 16, 32)", "tile=(8, 16), rules={'few': lambda tile: tile < 9}"):
+        said = held(loaded(text.replace("tile=(8, 16)", changed)), record)
+        assert said == "the choices or rules have changed since it was measured"
+        assert isinstance(said, fingerprints.Changed)
+    assert held(loaded(text), record) == record.winner
+    assert fingerprints.of_legal(DOUBLE, DoubleProblem(8), CPU.target) == ""
+
+
 def called(function, **how):
     """What a call answers, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:

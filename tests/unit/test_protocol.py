@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.core.records import Failure, Measurement
+from scheduler.core.records import Caution, Failure, Measurement
 from scheduler.measure import protocol
 from scheduler.measure.protocol import decode, encode
 from search_spaces.target import Target
@@ -18,6 +18,7 @@ MESSAGES = [
     protocol.Answer(None),
     protocol.Answer(Measurement(0.1 + 0.2, (0.1, 1e-9), "cupti", "cold")),
     protocol.Answer(Failure("memory", 'all "gone"'), retryable=True, fatal="no memory"),
+    protocol.Answer(Caution("differs for infinities")),
     protocol.Raised("it", "Traceback:\n  ..."),
     protocol.Defect("Traceback:\n  ..."),
 ]
