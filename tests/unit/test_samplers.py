@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import inspect
 import io
+import itertools
 import json
 import sqlite3
 import subprocess
@@ -15,12 +18,16 @@ import numpy as np
 import optuna
 import pytest
 import values
+from failures import failures
 from operations import Double, DoubleLibrary, DoubleProblem
+from paced import PACED
 from test_cli import run
+from test_resume import Counted
 from test_search import grid, spend
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
+from scheduler.core.errors import SamplerFailed
 from scheduler.core.hardware import find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.replay import Replay
@@ -92,6 +99,111 @@ def test_each_sampler_searches_several_backends_with_fields_of_every_kind(name):
     order = spend(Search(candidates, budget=len(candidates), sampler=sampler_of(name, 0), first=[149]), seconds)
     assert sorted(order) == list(range(150))
     assert order[0] == 149
+
+
+FIELDS = {"tile": (16, 32, 64), "order": ("m", "n", "k")}
+SMALL = [Candidate("own", {"tile": tile, "order": order}, 1e-4) for tile, order in itertools.product(*FIELDS.values())]
+SECONDS = [1e-4 * (1 + index) for index in range(len(SMALL))]
+
+
+class Own(optuna.samplers.BaseSampler):
+    """Proposes the last value of each parameter, and fails after `most` values."""
+
+    def __init__(self, most=1000):
+        self.left = iter(range(most))
+
+    def infer_relative_search_space(self, study, trial):
+        return {}
+
+    def sample_relative(self, study, trial, search_space):
+        return {}
+
+    def sample_independent(self, study, trial, param_name, param_distribution):
+        if next(self.left, None) is None:
+            raise LookupError("nothing is left")
+        return FIELDS[param_name][-1]
+
+
+class Uncopied(Own):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot copy it")
+
+
+def of_optuna(name):
+    made = getattr(optuna.samplers, name)
+    if name == "GridSampler":
+        return made(FIELDS)
+    if name == "PartialFixedSampler":
+        return made({"tile": 32}, optuna.samplers.TPESampler(seed=0))
+    return made(**{"n_startup_trials": 2} if name == "GPSampler" else {})
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_each_sampler_that_optuna_has_searches_or_the_missing_package_is_named_before_a_trial():
+    classes = {name: getattr(optuna.samplers, name) for name in optuna.samplers.__all__}
+    names = [name for name, one in classes.items() if inspect.isclass(one) and not inspect.isabstract(one)]
+    assert {"GridSampler", "BruteForceSampler", "PartialFixedSampler", "GPSampler", "NSGAIIISampler"} <= set(names)
+
+    def check(name):
+        if name == "GPSampler" and importlib.util.find_spec("torch") is None:
+            for one in (of_optuna(name), optuna.samplers.PartialFixedSampler({}, of_optuna(name))):
+                with pytest.raises(ValueError, match="GPSampler needs torch: pip install torch"):
+                    sampler_of(one, 0)
+            return
+        search = Search(SMALL, budget=9, sampler=sampler_of(of_optuna(name), 0), first=[4])
+        order = spend(search, SECONDS, in_flight=2)
+        assert order[0] == 4
+        assert sorted(order) == list(range(9))
+
+    assert failures(check, names) == []
+
+
+def test_a_grid_is_searched_to_its_end_and_no_further():
+    sampler = optuna.samplers.GridSampler({"tile": [16, 32], "order": ["k", "m"]})
+    search = Search(SMALL, budget=9, sampler=sampler, first=[4])
+    order = spend(search, SECONDS)
+    assert sorted(order[1:]) == [0, 2, 3, 5]
+    assert search.reason == "the sampler stopped the search"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        (lambda: optuna.samplers.GridSampler({"tile": [16]}), r"order, is not found in the given grid.*order: m, n, k"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "warps": [4]}), r"warps is not a parameter.*tile: 16 to 64"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "tile": [16, 999]}), "999 of parameter 'tile' isn't contained"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "order": ["m", "z"]}), "'z' not in"),
+        (lambda: optuna.samplers.PartialFixedSampler({"order": "z"}, Own()), "PartialFixedSampler .*'z' not in"),
+        (lambda: Own(0), "sampler Own cannot propose a schedule .LookupError: nothing is left"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_sampler_that_cannot_propose_is_refused_before_a_trial_with_the_parameters(sampler, why):
+    with pytest.raises(SamplerFailed, match=why):
+        Search(SMALL, budget=9, sampler=sampler(), first=[4])
+    with pytest.raises(SamplerFailed, match="nothing is left"):
+        Search(SMALL, budget=9, sampler=Uncopied(0)).ask()
+
+
+def test_a_rehearsal_leaves_the_users_sampler_as_it_was():
+    own = Own()
+    Search(SMALL, budget=9, sampler=own)
+    assert next(own.left) == 0
+
+
+def test_a_sampler_that_fails_in_the_middle_ends_the_search_with_what_was_measured(store):
+    runner = Counted()
+    with pytest.warns(RuntimeWarning, match="sampler Failing cannot propose .*ends with the trials so far"):
+        record = tune(PACED, DoubleProblem(8), budget=12, store=store, runner=runner, sampler=Failing())
+    assert len(runner.measured) == record.tried == len(store.trials(record.key)) == 4
+    assert store.get(record.key) == record
+    assert "KeyError: 'a defect'" in record.stopped
+
+
+class Failing(optuna.samplers.RandomSampler):
+    def after_trial(self, study, trial, state, values):
+        if trial.number == 3:
+            raise KeyError("a defect")
 
 
 def test_tpe_finds_more_than_chance_on_a_model_that_tells_little():
