@@ -58,8 +58,7 @@ class Search:
         budget.
       patience: stop after this many trials in a row without an improvement, if none is expected of the next; None never
         stops for this reason.
-      sampler: proposes candidates; None uses `ModelSampler`. If it fails after the first candidate, the search ends with
-        a warning.
+      sampler: proposes candidates; None uses `ModelSampler`. If it fails later, the search ends with a warning.
       same: returns the candidates asked so far that are the program of this one, including this one, in order. Only the
         first is returned by `ask` and counts in the budget; the others get its time.
 
