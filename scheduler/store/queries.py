@@ -179,9 +179,9 @@ class Ranges:
 
     def put_all(self, connection: sa.Connection, ranges: Iterable[Range]) -> None:
         """Stores several ranges within the caller's transaction."""
-        for of in ranges:
-            row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
-            connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
+        rows = [_key(of) | {"date": of.environment.date, "range": range_to_text(of)} for of in ranges]
+        if rows:
+            connection.execute(self._database.upsert(RANGES, RANGE_KEY), rows)
 
     def all(
         self, *, operation: str | None = None, hardware: str | None = None, problems: Collection[str] | None = None
