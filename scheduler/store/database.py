@@ -183,8 +183,12 @@ class Database:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._prepare()
-            with _writing(self._engine) as connection:
-                yield connection
+            try:
+                with _writing(self._engine) as connection:
+                    yield connection
+            except sa.exc.OperationalError:  # another process may have replaced the file by one without tables
+                self._ready = False
+                raise
 
     def copy_to(self, path: Path) -> None:
         """Copies this database to one SQLite file, replacing an existing file."""

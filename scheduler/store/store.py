@@ -33,7 +33,7 @@ from scheduler.store.schema import (
     MIGRATIONS,
     SCHEDULES,
 )
-from scheduler.store.studies import Parameters, Studies
+from scheduler.store.studies import Described, Studies
 
 # ------------------------------------------------------------------------------
 # Location of the user's cache.
@@ -201,24 +201,20 @@ class Store:
         """
         self._studies.prepare()
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        """Stores a trial as soon as it ends, so that a killed search loses none.
+    def save_trials(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
+    ) -> None:
+        """Stores trials of a running search, so that a killed search loses none; may be repeated after a failure.
+
+        A stored trial of the same number and schedule gets the new outcome.
 
         Args:
-          parameters: as in `Studies.add`.
+          parameters: as in `Studies.save`.
 
         Raises:
-          StoreError: it cannot be written.
+          StoreError: they cannot be written; none of them was stored.
         """
-        self._studies.add(key, trial, environment, parameters)
-
-    def replace_trial(self, key: Key, trial: Trial) -> None:
-        """Replaces the outcome of the latest stored trial of this number, after its result was found to be wrong.
-
-        Raises:
-          StoreError: it cannot be written.
-        """
-        self._studies.replace(key, trial)
+        self._studies.save(key, trials, environment, parameters)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.

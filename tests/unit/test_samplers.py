@@ -339,9 +339,9 @@ def test_what_failed_is_a_failed_trial_with_its_reason(store, path):
 
 def test_a_trial_that_was_refuted_has_failed_and_has_no_value(store, path):
     for number in range(2):
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT)
     refuted = dataclasses.replace(values.trial(1), outcome=Failure("verify", "off by 3"))
-    store.replace_trial(values.KEY, refuted)
+    store.save_trials(values.KEY, [refuted], values.ENVIRONMENT)
     assert store.trials(values.KEY) == [values.trial(0), refuted]
     (study,) = studies(path)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL"]
@@ -351,7 +351,7 @@ def test_a_trial_that_was_refuted_has_failed_and_has_no_value(store, path):
 
 def test_each_search_is_a_study_and_forgetting_deletes_them(store, path):
     for _ in range(2):
-        store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT)
         store.finish(values.KEY)
     assert len(studies(path)) == 2
     assert store.forget(values.KEY) == 2
@@ -360,20 +360,20 @@ def test_each_search_is_a_study_and_forgetting_deletes_them(store, path):
 
 @pytest.mark.parametrize("again", [False, True], ids=["in this process", "in the next"])
 def test_a_search_goes_on_though_a_dashboard_deleted_its_study(store, path, again):
-    store.add_trial(values.KEY, values.trial(0), values.ENVIRONMENT)
+    store.save_trials(values.KEY, [values.trial(0)], values.ENVIRONMENT)
     (study,) = studies(path)
     optuna.delete_study(study_name=study.study_name, storage=f"sqlite:///{path}")
     with contextlib.closing(Store(path)) as other:
-        (other if again else store).add_trial(values.KEY, values.trial(1), values.ENVIRONMENT)
+        (other if again else store).save_trials(values.KEY, [values.trial(1)], values.ENVIRONMENT)
     assert store.trials(values.KEY) == [values.trial(1)]
 
 
 def test_a_search_whose_kernel_changed_while_it_was_cut_short_goes_on_in_a_study_of_its_own(store, path):
-    def described(*orders):
-        return {"order": orders[0]}, {"order": optuna.distributions.CategoricalDistribution(orders)}
+    def described(orders):
+        return lambda _: ({"order": orders[0]}, {"order": optuna.distributions.CategoricalDistribution([*orders])})
 
     for number, orders in enumerate(["mn", "mn", "mnk"]):
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT, described(*orders))
+        store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT, described(orders))
     assert [len(study.trials) for study in studies(path)] == [2, 1]
     assert store.trials(values.KEY, unfinished=True) == [values.trial(number) for number in range(3)]
 
@@ -397,7 +397,7 @@ def test_optunas_dashboard_opens_the_cache_as_it_is(store, path):
 
 def test_reading_trials_imports_no_optuna(path):
     with contextlib.closing(Store(path)) as store:
-        store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT)
     program = (
         "import sys; from scheduler.store.store import Store; "
         f"found = Store({str(path)!r}).unfinished(); assert len(found) == 1; sys.exit('optuna' in sys.modules)"
