@@ -109,7 +109,8 @@ class TrialWriter:
             text.warn_safely(f"{error}; not stored of {self._key}: {len(self._unsaved)} trials")
 
     def _save(self) -> StoreError | None:
-        trials = list(self._trials.values())
+        if not (trials := list(self._trials.values())):
+            return None
         error = self._attempt(lambda store: store.save_trials(self._key, trials, self._environment, self._parameters))
         if error is None:
             self._unsaved.clear()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it

@@ -181,18 +181,27 @@ class Cache:
         """Makes this process use `record`, even if it could not be stored."""
         self._put[record.key] = record
 
+    # A search repeats failed writes, so the next three raise a StoreError. If the lease failed, the user knows already
+    # that the store cannot be written: trials are left out, each of which could wait for a lock.
     def put(self, record: Record) -> None:
         self._open()
         self.remember(record)
-        self._write_search(record.key, lambda store: store.put(record))
+        self._end(record.key, lambda store: store.put(record))
 
     def finish(self, key: Key) -> None:
-        self._write_search(key, lambda store: store.finish(key))
+        self._end(key, lambda store: store.finish(key))
 
     def save_trials(
         self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
     ) -> None:
-        self._write_search(key, lambda store: store.save_trials(key, trials, environment, parameters))
+        if self._user is not None and key not in self._unleased:
+            self._user.save_trials(key, trials, environment, parameters)
+
+    def _end(self, key: Key, write: Callable[[Store], None]) -> None:
+        if key in self._unleased:
+            self._write(write)
+        elif self._user is not None:
+            write(self._user)
 
     def get(self, key: Key) -> Record | None:
         self._open()
@@ -243,15 +252,6 @@ class Cache:
                 except StoreError as error:
                     warn_once(f"{error} (calls continue without it)")
             self._opened = True
-
-    def _write_search(self, key: Key, use: Callable[[Store], None]) -> None:
-        """Writes what a search found. It raises a StoreError, because a search repeats a failed write, unless the user
-        knows already that the store cannot be written: the lease of the search failed.
-        """
-        if key in self._unleased:
-            self._write(use)
-        elif self._user is not None:
-            use(self._user)
 
     def _write(self, use: Callable[[Store], T]) -> T | None:
         """Writes to the user's store; a failure is a warning, once per message."""
