@@ -101,7 +101,7 @@ class Store:
           MalformedRecord: the stored record of `key` cannot be read.
           StoreError: the cache cannot be read.
         """
-        for *_, line in self._database.select(_BY_KEY, _asked(key)):
+        for *_, line in self._database.select(_BY_KEY, queries.asked(key)):
             try:
                 return queries.record_of_row(key, line)
             except ValueError as error:
@@ -128,7 +128,7 @@ class Store:
             for within, most in (*((within, CANDIDATES) for within in near.stages), (near.within, -1)):
                 texts, reach = similar(select, near, within, kinds, most)
                 keys = (Key(near.operation, near.hardware, text) for text in near.in_order(texts, reach))
-                lines = (tuple(row) for key in keys for row in select(_BY_KEY, _asked(key)))
+                lines = (tuple(row) for key in keys for row in select(_BY_KEY, queries.asked(key)))
                 found = list(itertools.islice(self._decoded(lines), near.most))
                 if len(found) == near.most or (within, reach) == (near.within, within):
                     break
@@ -178,8 +178,8 @@ class Store:
         with self._database.write() as connection:
             self._studies.finish(connection, [key])
 
-    def forget(self, key: Key) -> int:
-        """Deletes the record of `key` and its trials.
+    def forget(self, *keys: Key) -> int:
+        """Deletes the records of `keys` and their trials.
 
         Returns:
           the number of deleted rows and trials.
@@ -187,11 +187,11 @@ class Store:
         Raises:
           StoreError: the cache cannot be written.
         """
-        if self._database.empty():
+        if not keys or self._database.empty():
             return 0
-        count = self._studies.forget(key)
+        count = self._studies.forget(keys)
         with self._database.write() as connection:
-            return count + connection.execute(sa.delete(SCHEDULES).where(*_is(SCHEDULES, key))).rowcount
+            return count + connection.execute(_DELETE, list(map(queries.asked, keys))).rowcount
 
     def prepare_trials(self) -> None:
         """Creates the tables for trials, ahead of the first trial.
@@ -437,9 +437,8 @@ def build_shipped(records: Path, cache_db: Path) -> int:
 
 
 # Constructed once, because construction takes longer than execution.
-_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
-    *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
-)
+_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(*queries.of_key(SCHEDULES))
+_DELETE = sa.delete(SCHEDULES).where(*queries.of_key(SCHEDULES))
 
 
 _BY_KEYS = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
@@ -454,11 +453,6 @@ def _by_keys(select: Select, keys: Sequence[Key]) -> Iterator[tuple[Any, ...]]:
     for start in range(0, len(keys), _KEYS_PER_QUERY):
         values = [tuple(vars(key).values()) for key in keys[start : start + _KEYS_PER_QUERY]]
         yield from map(tuple, select(_BY_KEYS, {"keys": values}))
-
-
-def _asked(key: Key) -> dict[str, str]:
-    """Returns the parameters of `_BY_KEY`."""
-    return {f"{name}_": value for name, value in vars(key).items()}
 
 
 def _is(table: sa.TableClause, key: Key) -> list[sa.ColumnElement[bool]]:

@@ -56,7 +56,9 @@ _LONGEST_NAME = 440
 # Retries, because processes that create the tables of a new file concurrently conflict.
 _ATTEMPTS, _WAIT_S = 8, 0.2
 # Constructed once, because construction takes longer than execution.
-_FINISH = sa.update(SEARCHES).where(*(SEARCHES.c[name] == sa.bindparam(f"{name}_") for name in KEY)).values(finished=1)
+_NAMES = sa.select(SEARCHES.c.study).where(*queries.of_key(SEARCHES))
+_FINISH = sa.update(SEARCHES).where(*queries.of_key(SEARCHES)).values(finished=1)
+_FORGET = sa.delete(SEARCHES).where(*queries.of_key(SEARCHES))
 _NO: sa.ColumnElement[int] = sa.literal_column("0")  # only a literal uses the index of unfinished searches
 
 Parameters = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
@@ -193,22 +195,23 @@ class Studies:
     def finish(self, connection: sa.Connection, keys: Collection[Key]) -> None:
         """Marks the searches of these keys as finished, within the caller's transaction."""
         if keys:
-            connection.execute(_FINISH, [{f"{name}_": value for name, value in vars(key).items()} for key in keys])
+            connection.execute(_FINISH, list(map(queries.asked, keys)))
         self._end(keys)
 
-    def forget(self, key: Key) -> int:
-        """Deletes the searches of `key` and their studies, and returns the number of their trials."""
-        names = [name for (name,) in self._database.select(sa.select(SEARCHES.c.study).where(*_is(key)))]
+    def forget(self, keys: Collection[Key]) -> int:
+        """Deletes the searches of `keys` and their studies, and returns the number of their trials."""
+        with self._database.reading() as select:
+            names = [(key, name) for key in keys for (name,) in select(_NAMES, queries.asked(key))]
         if not names:
             return 0
-        count = len(self.trials(key))
+        count = sum(len(self.trials(key)) for key in dict.fromkeys(key for key, _ in names))
         with self._lock, self._writing() as storage:
-            for name in names:
+            for _, name in names:
                 with contextlib.suppress(KeyError):
                     storage.delete_study(storage.get_study_id_from_name(name))
         with self._database.write() as connection:
-            connection.execute(sa.delete(SEARCHES).where(*_is(key)))
-        self._end([key])
+            connection.execute(_FORGET, list(map(queries.asked, keys)))
+        self._end(keys)
         return count
 
     def _end(self, keys: Collection[Key]) -> None:

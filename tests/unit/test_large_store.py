@@ -269,7 +269,7 @@ def test_an_import_and_a_read_of_many_records_send_few_statements(held, many, wo
     if held == "the same import":
         run("import", tmp_path / "many.jsonl")
     work.decoded, statements = 0, []
-    with contextlib.closing(Store(default_url())) as store, counted_statements(statements):
+    with contextlib.closing(Store(default_url())) as store, counted("before_cursor_execute", statements):
         _, err = run("import", tmp_path / "many.jsonl")
         assert len(statements) < 30
         assert work.decoded == (1 if held == "nothing" else 2) * MANY
@@ -279,18 +279,25 @@ def test_an_import_and_a_read_of_many_records_send_few_statements(held, many, wo
         assert [record.key for record in store.read(reversed(keys))] == keys[::-1]
         assert len(keys) == MANY
         assert len(statements) < 30
+        commits = []
+        with counted("commit", commits):
+            run("forget", "--all")
+        assert len(commits) < 5
+        assert store.keys() == []
 
 
 @contextlib.contextmanager
-def counted_statements(statements):
-    def count(*args):
-        statements.append(args[2])
+def counted(event, events):
+    """Appends to `events` at each such event of SQLAlchemy, such as a statement."""
 
-    sa.event.listen(sa.Engine, "before_cursor_execute", count)
+    def count(*args):
+        events.append(event)
+
+    sa.event.listen(sa.Engine, event, count)
     try:
         yield
     finally:
-        sa.event.remove(sa.Engine, "before_cursor_execute", count)
+        sa.event.remove(sa.Engine, event, count)
 
 
 # Waiting, and working

@@ -141,6 +141,7 @@ def test_any_record_survives_the_store(memory, record):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.trials)
 def test_any_trial_survives_the_store(memory, trial):
+    memory.finish(values.KEY)  # the search of the last example
     memory.save_trials(values.KEY, [trial], values.ENVIRONMENT)
     assert memory.trials(values.KEY)[-1] == trial
 
