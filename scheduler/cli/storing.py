@@ -161,8 +161,8 @@ def forget(
     keys = store.keys()
     wanted = wanted_by(keys, operation, hardware)
     deleted = [key for key in keys if wanted(key) and problem in (None, key.problem)]
+    store.forget(*deleted)
     for key in deleted:
-        store.forget(key)
         say(f"forgot {key}")
     ranges = ranges_of(store, operation, hardware) if everything else []
     for one in ranges:

@@ -39,6 +39,10 @@ class TakesHours(SchedulerError):
     """A search that would take too long; the message has the expected time and an alternative."""
 
 
+class SamplerFailed(SchedulerError, ValueError):
+    """A sampler that cannot propose schedules; the message has its error, and the parameters with their values."""
+
+
 class RecordingError(SchedulerError):
     """A recorded sweep that cannot be read or belongs to something else."""
 

@@ -43,7 +43,7 @@ from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Parameters
+    from scheduler.store.studies import Described
 
 
 Say = Callable[[Message], None]
@@ -147,6 +147,7 @@ class Relay:
 
     def __init__(self, order: Order, say: Say) -> None:
         self._order, self._say = order, say
+        self._sent: dict[int, Trial] = {}
         self.finished = False
 
     def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
@@ -173,11 +174,13 @@ class Relay:
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
         return [codec.trial_from_text(line) for line in self._order.known]
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        self._say(TrialEnded(codec.trial_to_text(trial)))
-
-    def replace_trial(self, key: Key, trial: Trial) -> None:
-        self._say(TrialEnded(codec.trial_to_text(trial), refuted=True))
+    def save_trials(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
+    ) -> None:
+        for trial in trials:
+            if self._sent.get(trial.number) != trial:
+                self._sent[trial.number] = trial
+                self._say(TrialEnded(codec.trial_to_text(trial)))
 
 
 def _loaded(order: Order) -> Operation[Any]:

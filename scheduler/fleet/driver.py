@@ -22,11 +22,11 @@ from scheduler.fleet.messages import (
 )
 from scheduler.search.baseline import similar_records
 from scheduler.search.task import SearchOptions, Task
-from scheduler.search.trials import BestEffortWriter, TrialStore
+from scheduler.search.trials import TrialStore, TrialWriter
 from search_spaces import locate
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Parameters
+    from scheduler.store.studies import Described
 
 
 def order(task: Task, options: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
@@ -68,7 +68,7 @@ def received(
     environment: Environment,
     store: TrialStore,
     progress: Callable[[Progress], None],
-    parameters: Callable[[Trial], Parameters] | None = None,
+    parameters: Described | None = None,
 ) -> Record:
     """Receives a remote search and returns its record; `store` receives each trial when it arrives, and the record.
 
@@ -79,33 +79,23 @@ def received(
       ExecutorLost: the device was lost, or the messages ended before the search did.
       SchedulerError: the search ended without a record; the message gives the reason.
     """
-    with BestEffortWriter(store) as keeping:
+    with TrialWriter(store, key, environment, parameters) as writer:
         for message in messages:
             match message:
-                case TrialEnded(text, refuted):
-                    trial = codec.trial_from_text(text)
-                    shown = parameters(trial) if parameters is not None else None
-                    keeping.write(functools.partial(_keep, key, trial, environment, refuted, shown))
+                case TrialEnded(text):
+                    writer.add(codec.trial_from_text(text))
+                    writer.flush()
                 case ProgressReport():
                     progress(_progress(message))
                 case SearchEnded(text):
                     record = codec.record_from_text(text)
-                    keeping.write(functools.partial(_put, record))
+                    writer.finish(functools.partial(_put, record), "the record")
                     return record
                 case SearchFailed(reason, finished, device):
                     if finished:
-                        keeping.write(lambda store: store.finish(key))
+                        writer.finish(lambda store: store.finish(key), "the end of the search")
                     raise (ExecutorLost if device else SchedulerError)(reason)
     raise ExecutorLost("the search ended without a result")
-
-
-def _keep(
-    key: Key, trial: Trial, environment: Environment, refuted: bool, parameters: Parameters | None, store: TrialStore
-) -> None:
-    if refuted:
-        store.replace_trial(key, trial)
-    else:
-        store.add_trial(key, trial, environment, parameters)
 
 
 def _put(record: Record, store: TrialStore) -> None:

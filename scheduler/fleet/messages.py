@@ -49,10 +49,9 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class TrialEnded:
-    """A finished trial; a `refuted` trial had a time and was found wrong later."""
+    """A finished trial, or a new outcome of one that was found wrong later."""
 
     trial: str
-    refuted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

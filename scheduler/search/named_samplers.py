@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Union
 
 from search_spaces import value_of
@@ -14,14 +14,20 @@ if TYPE_CHECKING:
 
 # The cost model's order, then a surrogate: `samplers.ModelSampler`.
 MODEL = "model"
-# Optuna samplers: name -> class, and the package it needs in addition to Optuna.
-SAMPLERS: Mapping[str, tuple[str, str]] = {
-    "tpe": ("TPESampler", "optuna"),
-    "gp": ("GPSampler", "torch"),
-    "cmaes": ("CmaEsSampler", "cmaes"),
-    "nsgaii": ("NSGAIISampler", "optuna"),
-    "qmc": ("QMCSampler", "scipy"),
-    "random": ("RandomSampler", "optuna"),
+# Optuna samplers: name -> class.
+SAMPLERS: Mapping[str, str] = {
+    "tpe": "TPESampler",
+    "gp": "GPSampler",
+    "cmaes": "CmaEsSampler",
+    "nsgaii": "NSGAIISampler",
+    "qmc": "QMCSampler",
+    "random": "RandomSampler",
+}
+# Packages in addition to Optuna that a class of samplers imports when it proposes.
+_NEEDS: Mapping[str, Sequence[str]] = {
+    "GPSampler": ("torch", "scipy"),
+    "CmaEsSampler": ("cmaes",),
+    "QMCSampler": ("scipy",),
 }
 Sampler = Union[str, "BaseSampler"]
 
@@ -38,6 +44,12 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
     """
     if named == MODEL:
         return None
+    made = _made(named, seed)
+    _require_packages(made)
+    return made
+
+
+def _made(named: Sampler, seed: int) -> BaseSampler:
     import optuna
 
     if isinstance(named, optuna.samplers.BaseSampler):
@@ -55,13 +67,22 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
         return made
     if named not in SAMPLERS:
         raise ValueError(f"unknown sampler {named!r}: use {', '.join([MODEL, *SAMPLERS])}, or module:NAME")
-    name, package = SAMPLERS[named]
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"the sampler {named} needs a package that is not installed: pip install {package}")
     options = {"warn_independent_sampling": False} if named in ("cmaes", "qmc") else {}
     if named == "qmc":
         options["scramble"] = True  # otherwise the points are the same for every seed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler: BaseSampler = getattr(optuna.samplers, name)(seed=seed, **options)
+        sampler: BaseSampler = getattr(optuna.samplers, SAMPLERS[named])(seed=seed, **options)
     return sampler
+
+
+def _require_packages(sampler: BaseSampler) -> None:
+    """Raises a ValueError if the sampler, or one within it as in `PartialFixedSampler`, needs a missing package."""
+    from optuna.samplers import BaseSampler
+
+    several = [sampler]
+    for each in several:
+        several += [inner for inner in vars(each).values() if isinstance(inner, BaseSampler) and inner not in several]
+        for name in (of.__name__ for of in type(each).__mro__):
+            if missing := [one for one in _NEEDS.get(name, ()) if importlib.util.find_spec(one) is None]:
+                raise ValueError(f"{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")

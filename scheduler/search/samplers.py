@@ -9,9 +9,11 @@ is untried.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +21,9 @@ import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from scheduler.core.errors import SamplerFailed
 from search_spaces.space import Choice
 
 # ------------------------------------------------------------------------------
@@ -128,6 +131,15 @@ def middle_of(distribution: BaseDistribution) -> Any:
     raise TypeError(f"no middle of {distribution}")
 
 
+def _values_text(distribution: BaseDistribution) -> str:
+    match distribution:
+        case CategoricalDistribution():
+            return ", ".join(map(str, distribution.choices))
+        case IntDistribution() | FloatDistribution():
+            return f"{distribution.low} to {distribution.high}"
+    raise TypeError(f"no values of {distribution}")
+
+
 def name_of(field: str) -> str:
     """Returns the parameter name of a schedule's field."""
     return f"schedule.{field}" if field == BACKEND else field
@@ -150,6 +162,8 @@ Mask = npt.NDArray[np.bool_]
 
 # User attribute of a trial: the index of its candidate.
 CANDIDATE = "candidate"
+# System attribute of a trial: the grid of a `GridSampler`, parameter -> values.
+_GRID = "search_space"
 _MISSING = object()
 _PROBE = 5  # one of this many trials is a probe, drawn from all candidates
 # Threshold for the standard deviation of the model's residuals, log(measured / predicted). Above it, measurements
@@ -295,10 +309,13 @@ class ModelSampler(_OfCandidates):
 class LegalSampler(_OfCandidates):
     """Wraps another sampler and proposes the nearest legal schedule that is untried.
 
+    An exception of the other sampler becomes a `SamplerFailed`.
+
     Args:
       proposing: any Optuna sampler.
       space: the legal candidates.
-      first: candidates to propose before calling `proposing`.
+      first: candidates to propose before calling `proposing`. As for trials that are added to a study, its hooks are
+        not called for them: `GridSampler` would count them as points of its grid.
 
     Attributes:
       chosen: index of the candidate proposed last; None before the first.
@@ -307,34 +324,77 @@ class LegalSampler(_OfCandidates):
     def __init__(self, proposing: BaseSampler, space: CandidateSpace, first: Sequence[int]) -> None:
         self.chosen: int | None = None
         self._proposing, self._space, self._first = proposing, space, first
+        self._proposed: set[int] = set()
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        self.chosen = next((index for index in self._first if self._space.free[index]), None)
+        if self.chosen is None:
+            self._proposed.add(trial.number)
+            with self._failures():
+                self._proposing.before_trial(study, trial)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        begun = next((index for index in self._first if self._space.free[index]), None)
-        index = self._space.nearest(self._proposal(study, trial)) if begun is None else begun
-        self.chosen = index
-        return self._space.parameters(index)
+        if self.chosen is None:
+            with self._failures():
+                self.chosen = self._space.nearest(self._proposal(study, trial))
+        return self._space.parameters(self.chosen)
 
     def _proposal(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
+        """Returns a value for every parameter, sampled as `optuna.Trial.suggest_*` does in turn."""
+        trial = copy.copy(study.get_trials(deepcopy=False)[trial.number])  # with the attributes that `before_trial` set
+        trial.params, trial.distributions = {}, {}
         relative = self._proposing.infer_relative_search_space(study, trial)
         found = self._proposing.sample_relative(study, trial, relative)
-        return {
-            name: found[name] if name in found else self._proposing.sample_independent(study, trial, name, distribution)
-            for name, distribution in self._space.distributions.items()
-            if not distribution.single()  # Optuna never samples these
-        }
-
-    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        self._proposing.before_trial(study, trial)
+        for name, distribution in self._space.distributions.items():
+            if distribution.single():  # Optuna never samples these
+                value = middle_of(distribution)
+            elif name in found:
+                value = found[name]
+            else:
+                value = self._proposing.sample_independent(study, trial, name, distribution)
+            distribution.to_internal_repr(value)  # raises a ValueError for an unknown category
+            trial.params = trial.params | {name: value}
+            trial.distributions = trial.distributions | {name: distribution}
+        return trial.params
 
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
-        self._proposing.after_trial(study, trial, state, values)
+        if trial.number in self._proposed:
+            with self._failures():
+                self._proposing.after_trial(study, trial, state, values)
 
     def reseed_rng(self) -> None:
         self._proposing.reseed_rng()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(self._proposing, ModelSampler):
+                raise
+            parameters = "; ".join(f"{name}: {_values_text(d)}" for name, d in self._space.distributions.items())
+            raise SamplerFailed(
+                f"the sampler {type(self._proposing).__name__} cannot propose a schedule ({type(error).__name__}: "
+                f"{error}); the parameters are {parameters}"
+            ) from error
+
+    def rehearse(self, study: optuna.Study) -> None:
+        """Proposes one schedule in an empty `study`, and checks all values of a `GridSampler`.
+
+        Raises:
+          SamplerFailed: the sampler fails at once.
+        """
+        trial = study.ask(self._space.distributions)
+        with self._failures():
+            for name, values in study.get_trials(deepcopy=False)[trial.number].system_attrs.get(_GRID, {}).items():
+                if (distribution := self._space.distributions.get(name)) is None:
+                    raise ValueError(f"{name} is not a parameter")
+                for value in values:  # raises a ValueError for a value outside of the distribution
+                    create_trial(value=0.0, params={name: value}, distributions={name: distribution})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -9,10 +10,37 @@ import optuna
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
+from scheduler.core import text
+from scheduler.core.errors import SamplerFailed
 from scheduler.core.optuna_log import quietly
 from scheduler.search.samplers import CANDIDATE, Candidate, CandidateSpace, Known, LegalSampler, Mask, ModelSampler
 
 _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is too small for another trial
+
+
+class _Study(optuna.Study):
+    """A study that a sampler may stop between `ask` and `tell`; Optuna allows this only within `Study.optimize`."""
+
+    stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def _study(sampler: LegalSampler) -> _Study:
+    storage = optuna.storages.InMemoryStorage()
+    with quietly():
+        return _Study(optuna.create_study(storage=storage).study_name, storage, sampler)
+
+
+def _rehearse(sampler: BaseSampler, space: CandidateSpace) -> None:
+    """Raises SamplerFailed if the first proposal of a copy of the sampler fails, before anything is measured."""
+    try:
+        copied = copy.deepcopy(sampler)
+    except Exception:  # it holds a generator, a lock or a file: its first proposal is then one of the search
+        return
+    rehearsed = LegalSampler(copied, space, ())
+    rehearsed.rehearse(_study(rehearsed))
 
 
 class Search:
@@ -30,9 +58,12 @@ class Search:
         budget.
       patience: stop after this many trials in a row without an improvement, if none is expected of the next; None never
         stops for this reason.
-      sampler: proposes candidates; None uses `ModelSampler`.
+      sampler: proposes candidates; None uses `ModelSampler`. If it fails later, the search ends with a warning.
       same: returns the candidates asked so far that are the program of this one, including this one, in order. Only the
         first is returned by `ask` and counts in the budget; the others get its time.
+
+    Raises:
+      SamplerFailed: the sampler cannot propose a candidate.
     """
 
     def __init__(
@@ -54,9 +85,11 @@ class Search:
             raise ValueError(f"first must be indices of {self._count} candidates, found {outside}")
         self._space = CandidateSpace(candidates)
         self._model = ModelSampler(self._space, seed)
+        if sampler is not None and candidates:
+            _rehearse(sampler, self._space)
         self._sampler = LegalSampler(sampler or self._model, self._space, first)
-        with quietly():
-            self._study = optuna.create_study(sampler=self._sampler)
+        self._study = _study(self._sampler)
+        self._failed = ""
         self._running: dict[int, optuna.Trial] = {}
         self._seconds: dict[int, float | None] = dict(known or {})
         for index, seconds in self._seconds.items():
@@ -91,6 +124,10 @@ class Search:
         """Why `ask` returns None, or "" if it returns an index."""
         if self.asked == self._count:
             return f"all {self._count} candidates were tried"
+        if self._failed:
+            return self._failed
+        if self._study.stopped:
+            return "the sampler stopped the search"
         if self.asked >= self._budget:
             return f"the budget of {self._budget} trials is spent"
         if self.asked + self.excluded == self._count:
@@ -121,11 +158,21 @@ class Search:
 
     def ask(self) -> int | None:
         """Returns the index of the candidate to measure next, or None if the search has ended (see `reason`)."""
-        while (index := self._next()) is not None and (first := self._same(index)[0]) != index:
-            self._budget += 1
-            if first in self._seconds:
-                self._end(index, self._seconds[first])
+        try:
+            while (index := self._next()) is not None and (first := self._same(index)[0]) != index:
+                self._budget += 1
+                if first in self._seconds:
+                    self._end(index, self._seconds[first])
+        except SamplerFailed as error:
+            if not self.asked:
+                raise
+            self._fail(error)
+            return None
         return index
+
+    def _fail(self, error: SamplerFailed) -> None:
+        self._failed = str(error)
+        text.warn_safely(f"{error}; the search ends with the trials so far")
 
     def _next(self) -> int | None:
         if self.reason:
@@ -158,7 +205,8 @@ class Search:
     def _end(self, index: int, seconds: float | None) -> None:
         trial = self._running.pop(index)
         self._seconds[index] = seconds
-        if seconds is None:
-            self._study.tell(trial, state=TrialState.FAIL)
-        else:
-            self._study.tell(trial, seconds)
+        state = TrialState.FAIL if seconds is None else TrialState.COMPLETE
+        try:
+            self._study.tell(trial, seconds, state)
+        except SamplerFailed as error:
+            self._fail(error)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,7 +28,7 @@ from scheduler.model.pruning import Candidate
 from scheduler.store.lease import Leases
 
 if TYPE_CHECKING:
-    from scheduler.store.studies import Parameters
+    from scheduler.store.studies import Described
 
 
 class TrialStore(Leases, Protocol):
@@ -38,57 +38,93 @@ class TrialStore(Leases, Protocol):
     def prepare_trials(self) -> None: ...
     def nearest(self, near: Near) -> list[Record]: ...
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
-    def add_trial(
-        self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None
+    def save_trials(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
     ) -> None: ...
-    def replace_trial(self, key: Key, trial: Trial) -> None: ...
     def finish(self, key: Key) -> None: ...
 
 
-class BestEffortWriter:
-    """Writes the trials of a search to a store, best effort; a store of None discards them.
+# Pauses in seconds before the attempts to write at the end of a search, and the least time between attempts before it.
+PAUSES_S = (0.0, 2.0)
+RETRY_S = 60.0
 
-    After a failed write, a warning is issued and the search continues without the store: a search costs more than its
-    trace.
 
-    A write takes milliseconds, or longer on a slow disk. A search therefore queues trials with `later`, starts the next
-    candidates on the device, and then calls `flush`. Leaving the ``with`` block also flushes.
+class TrialWriter:
+    """Keeps the trials of a search in memory and writes them to a store; a store of None receives nothing.
+
+    A store may fail for a moment: its disk is full, its file is deleted, another process locks it, its server restarts.
+    After a failed write, a warning is issued and the search continues. It writes again after `RETRY_S` and at the end.
+    Each write has all trials, of which the store adds those that it lacks, so that a new file gets them, too.
+
+    A write takes milliseconds, or longer on a slow disk. A search therefore queues trials with `add`, starts the next
+    candidates on the device, and then calls `flush`.
+
+    Args:
+      key, environment: of the search.
+      parameters: returns the parameters of a trial and their distributions, for Optuna's dashboard.
     """
 
-    def __init__(self, store: TrialStore | None) -> None:
-        self.store = store
-        self._queue: collections.deque[Callable[[TrialStore], None]] = collections.deque()
+    def __init__(
+        self, store: TrialStore | None, key: Key, environment: Environment, parameters: Described | None = None
+    ) -> None:
+        self._store, self._key, self._environment, self._parameters = store, key, environment, parameters
+        self._trials: dict[int, Trial] = {}
+        self._unsaved: set[int] = set()
+        self._retry_s = 0.0
 
     def prepare(self) -> None:
         """Starts a thread that creates Optuna's tables while the first candidate compiles."""
-        if (store := self.store) is not None:
+        if (store := self._store) is not None:
             threading.Thread(target=_prepared, args=(store,), name="scheduler-trials", daemon=True).start()
 
-    def later(self, write: Callable[[TrialStore], None]) -> None:
-        """Queues a write for the next `flush`."""
-        self._queue.append(write)
+    def add(self, trial: Trial) -> None:
+        """Queues a trial, or a new outcome of it, for the next `flush`."""
+        self._trials[trial.number] = trial
+        self._unsaved.add(trial.number)
 
     def flush(self) -> None:
-        """Runs the queued writes, in order."""
-        while self._queue:
-            try:
-                if self.store is not None:
-                    self._queue[0](self.store)
-            except StoreError as error:
-                self.store = None
-                text.warn_safely(f"{error} (the search continues without the store)")
-            self._queue.popleft()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
+        """Writes the queued trials, unless a write failed in the last `RETRY_S`."""
+        if self._unsaved and time.monotonic() >= self._retry_s and (error := self._save()) is not None:
+            text.warn_safely(f"{error} (the search continues, and writes its trials later)")
 
-    def write(self, write: Callable[[TrialStore], None]) -> None:
-        """Runs the queued writes, then this one."""
-        self.later(write)
-        self.flush()
+    def finish(self, write: Callable[[TrialStore], None], what: str) -> None:
+        """Writes all trials and then, with `write`, what ends the search; a warning names what could not be written."""
+        trials = f"{len(self._unsaved)} of {len(self._trials)} trials"
+        lost: dict[str, list[str]] = {}
+        for part, attempt in ((trials, self._save), (what, lambda: self._attempt(write))):
+            for pause_s in PAUSES_S:
+                time.sleep(pause_s)
+                if (error := attempt()) is None:
+                    break
+            else:
+                lost.setdefault(str(error), []).append(part)
+        for reason, parts in lost.items():
+            text.warn_safely(f"{reason}; not stored of {self._key}: {', '.join(parts)}")
 
-    def __enter__(self) -> BestEffortWriter:
+    def __enter__(self) -> TrialWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.flush()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._unsaved and (error := self._save()) is not None:
+            text.warn_safely(f"{error}; not stored of {self._key}: {len(self._unsaved)} trials")
+
+    def _save(self) -> StoreError | None:
+        if not (trials := list(self._trials.values())):
+            return None
+        error = self._attempt(lambda store: store.save_trials(self._key, trials, self._environment, self._parameters))
+        if error is None:
+            self._unsaved.clear()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
+        else:
+            self._retry_s = time.monotonic() + RETRY_S
+        return error
+
+    def _attempt(self, write: Callable[[TrialStore], None]) -> StoreError | None:
+        try:
+            if self._store is not None:
+                write(self._store)
+        except StoreError as error:
+            return error
+        return None
 
 
 def _prepared(store: TrialStore) -> None:
@@ -100,13 +136,11 @@ class Trials:
     """The trials of one search.
 
     Args:
-      key, environment: of the search.
       candidates: all candidates; other arguments refer to them by index.
       known: trials of an earlier run of this search.
       writer: receives every trial as it ends.
       first_error: raise the first failure of a candidate, except the library's.
       fingerprint: returns the fingerprint of a measured candidate, as in `Trial`.
-      parameters: returns the parameters of a candidate and their distributions, for Optuna's dashboard.
 
     Attributes:
       ended: candidate index -> its trial, in the order in which the trials ended.
@@ -117,18 +151,14 @@ class Trials:
 
     def __init__(
         self,
-        key: Key,
-        environment: Environment,
         candidates: Sequence[Candidate],
         known: Mapping[Versioned, Trial],
-        writer: BestEffortWriter,
+        writer: TrialWriter,
         *,
         first_error: bool,
         fingerprint: Callable[[Candidate], str],
-        parameters: Callable[[Candidate], Parameters] | None = None,
     ) -> None:
-        self._fingerprint, self._parameters = fingerprint, parameters
-        self._key, self._environment, self._candidates = key, environment, candidates
+        self._fingerprint, self._candidates = fingerprint, candidates
         self._writer, self._first_error = writer, first_error
         place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
         self.ended: dict[int, Trial] = {place[which]: trial for which, trial in known.items() if which in place}
@@ -155,8 +185,7 @@ class Trials:
         self.ended[index] = trial
         if isinstance(outcome, Measurement):
             self.fastest_s = min(outcome.median_s, self.fastest_s or outcome.median_s)
-        parameters = self._parameters(c) if self._parameters is not None and self._writer.store is not None else None
-        self._writer.later(lambda store: store.add_trial(self._key, trial, self._environment, parameters))
+        self._writer.add(trial)
         return trial
 
     def refute(self, index: int, failure: Failure) -> None:
@@ -167,7 +196,7 @@ class Trials:
         """
         self._raise_first(index, failure)
         trial = self.ended[index] = dataclasses.replace(self.ended[index], outcome=failure)
-        self._writer.later(lambda store: store.replace_trial(self._key, trial))
+        self._writer.add(trial)
 
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self._candidates[index]

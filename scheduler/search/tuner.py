@@ -70,7 +70,7 @@ from scheduler.search.final_comparison import (
 )
 from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from scheduler.search.task import BUDGET, trials
-from scheduler.search.trials import BestEffortWriter, Trials, TrialStore
+from scheduler.search.trials import Trials, TrialStore, TrialWriter
 from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
 from search_spaces.operation import Operation
@@ -127,8 +127,8 @@ def tune(
       sampler: proposes schedules: "model" (the cost model's order, then a surrogate), the name of an Optuna sampler
         ("tpe", "gp", "cmaes", "nsgaii", "qmc", "random"), ``module:NAME``, or any Optuna sampler object.
       l2: whether candidates read their operands from memory ("cold") or, as far as they fit, from the cache ("warm").
-      store: receives every trial as it ends, and the record. If a write fails, a warning is issued and nothing more is
-        written.
+      store: receives every trial as it ends, and the record. If a write fails, a warning is issued, and trials are
+        written again later and at the end.
       runner: runs the candidates; by default one is started and closed at the end. A `replay.Replay` needs no device:
         the search is then limited to the schedules in the recording.
       options: options of a runner that is started here.
@@ -233,10 +233,11 @@ class _Tuning:
         self.operation, self.problem, self.runner, self.sampler = operation, problem, runner, sampler
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
-        self.writer = BestEffortWriter(store)
+        self.store = store
         self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
+        self.writer: TrialWriter
         self.stopped, self.excluded = "", 0
         self._finalists: dict[int, Task] = {}  # tasks of all candidates that have been finalists
         self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
@@ -252,8 +253,8 @@ class _Tuning:
     ) -> Record:
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
-        if self.writer.store is not None:
-            refuse_to_replace_measured(self.key, self.runner.hardware, self.writer.store)
+        if self.store is not None:
+            refuse_to_replace_measured(self.key, self.runner.hardware, self.store)
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._reject_long_search(allowed)
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
@@ -267,21 +268,14 @@ class _Tuning:
                 budget=self.budget,
                 known=known,
                 near=near,
-                first=[*first, *imported_schedules(self.key, self.writer.store)],
+                first=[*first, *imported_schedules(self.key, self.store)],
             )
-            of, environment, writer = self.candidates.of, self.runner.environment, self.writer
+            self.writer = TrialWriter(self.store, self.key, self.runner.environment, self._trial_parameters())
             self.trials = Trials(
-                self.key,
-                environment,
-                of,
-                known,
-                writer,
-                first_error=self.first_error,
-                fingerprint=self.fingerprint,
-                parameters=self._trial_parameters(),
+                self.candidates.of, known, self.writer, first_error=self.first_error, fingerprint=self.fingerprint
             )
-            writer.prepare()
-            with writer:
+            self.writer.prepare()
+            with self.writer:
                 self._search(seconds, seed, progress)
                 chosen = finalists(self.trials, lambda index: self.runner.confirm(self._finalist(index)), self.runner)
                 if not chosen:
@@ -305,12 +299,12 @@ class _Tuning:
             legal=legal_schedules(self.operation, self.problem, self.runner),
             notes=(*self.candidates.notes, *notes_on_results(self.operation, self.trials, entries)),
         )
-        self.writer.write(lambda store: store.put(record))
+        self.writer.finish(lambda store: store.put(record), "the record")
         return record
 
     def _fail_without_result(self) -> NoReturn:
         """Marks the search as finished, so that a later `tune` tries every candidate again, and raises NoCandidate."""
-        self.writer.write(lambda store: store.finish(self.key))
+        self.writer.finish(lambda store: store.finish(self.key), "the end of the search")
         failed = collections.Counter(str(trial.outcome) for trial in self.trials.ended.values())
         raise NoCandidate(
             f"none of {self.candidates.size} schedules of {self.key} ran: dropped {counted(self.candidates.dropped)}; "
@@ -345,9 +339,9 @@ class _Tuning:
 
     def _known(self) -> dict[Versioned, Trial]:
         """Returns measurements of an interrupted run of this search, made with the same kernels and conditions."""
-        if self.writer.store is None:
+        if self.store is None:
             return {}
-        made = self.writer.store.trials(self.key, self.runner.environment, unfinished=True)
+        made = self.store.trials(self.key, self.runner.environment, unfinished=True)
         here = timing_conditions(self.problem, self.runner.hardware, self.l2)
         return {
             versioned(trial): trial
@@ -359,14 +353,14 @@ class _Tuning:
 
     def _near(self) -> list[Neighbour]:
         """Returns similar problems, on this chip or a sibling, with their records."""
-        if self.writer.store is None:
+        if self.store is None:
             return []
         hardware = self.runner.hardware
-        records = similar_records(self.operation, self.problem, hardware, self.writer.store)
+        records = similar_records(self.operation, self.problem, hardware, self.store)
         return nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)
 
     def _trial_parameters(self) -> TrialParameters | None:
-        if self.writer.store is None:
+        if self.store is None:
             return None
         from scheduler.search.trial_parameters import TrialParameters
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -19,7 +19,7 @@ from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
-    from scheduler.store.studies import Parameters
+    from scheduler.store.studies import Described
 
 
 # ------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Cache:
         self._user: Store | None = None
         self._shipped: Store | None = None
         self._opened = False
-        self._unwritable = False
+        self._unleased: set[Key] = set()  # problems of which the lease could not be written
         self._put: dict[Key, Record] = {}
 
     def find(self, key: Key, *, shared_only: bool) -> Iterator[tuple[str, Record]]:
@@ -181,10 +181,27 @@ class Cache:
         """Makes this process use `record`, even if it could not be stored."""
         self._put[record.key] = record
 
+    # A search repeats failed writes, so the next three raise a StoreError. If the lease failed, the user knows already
+    # that the store cannot be written: trials are left out, each of which could wait for a lock.
     def put(self, record: Record) -> None:
         self._open()
         self.remember(record)
-        self._write(lambda store: store.put(record))
+        self._end(record.key, lambda store: store.put(record))
+
+    def finish(self, key: Key) -> None:
+        self._end(key, lambda store: store.finish(key))
+
+    def save_trials(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
+    ) -> None:
+        if self._user is not None and key not in self._unleased:
+            self._user.save_trials(key, trials, environment, parameters)
+
+    def _end(self, key: Key, write: Callable[[Store], None]) -> None:
+        if key in self._unleased:
+            self._write(write)
+        elif self._user is not None:
+            write(self._user)
 
     def get(self, key: Key) -> Record | None:
         self._open()
@@ -192,35 +209,25 @@ class Cache:
 
     def lease(self, key: Key, owner: str, seconds: float, *, expired: Lease | None = None) -> Lease:
         self._open()
-        return self._write(lambda store: store.lease(key, owner, seconds, expired=expired)) or Lease(owner, 0.0)
+        held = self._write(lambda store: store.lease(key, owner, seconds, expired=expired))
+        (self._unleased.add if held is None else self._unleased.discard)(key)
+        return held or Lease(owner, 0.0)
 
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))
 
     def prepare_trials(self) -> None:
-        self._open()
-        if self._user is not None and not self._unwritable:
+        if self._user is not None:
             self._user.prepare_trials()
-
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        self._open()
-        self._write(lambda store: store.add_trial(key, trial, environment, parameters))
-
-    def replace_trial(self, key: Key, trial: Trial) -> None:
-        self._write(lambda store: store.replace_trial(key, trial))
 
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
         self._open()
         return self._try(lambda store: store.trials(key, environment, unfinished=unfinished), self._user) or []
 
-    def finish(self, key: Key) -> None:
-        self._open()
-        self._write(lambda store: store.finish(key))
-
     def note(self, miss: Miss) -> None:
         """Queues a miss for the user's store; if the store rejects it, it is lost silently."""
         self._open()
-        if self._user is not None and not self._unwritable and not has_given_up(self._user.location):
+        if self._user is not None and not has_given_up(self._user.location):
             from scheduler.store import misses  # imports SQLAlchemy, which calls need only once a store is open
 
             misses.queue_misses(self._user, miss)
@@ -247,13 +254,12 @@ class Cache:
             self._opened = True
 
     def _write(self, use: Callable[[Store], T]) -> T | None:
-        """Writes to the user's store; after a failure, stops writing but continues reading."""
-        if self._user is None or self._unwritable:
+        """Writes to the user's store; a failure is a warning, once per message."""
+        if self._user is None:
             return None
         try:
             return use(self._user)
         except StoreError as error:
-            self._unwritable = True
             warn_once(f"{error} (calls continue without it)")
             return None
 

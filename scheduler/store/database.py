@@ -183,8 +183,12 @@ class Database:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._prepare()
-            with _writing(self._engine) as connection:
-                yield connection
+            try:
+                with _writing(self._engine) as connection:
+                    yield connection
+            except sa.exc.OperationalError:  # another process may have replaced the file by one without tables
+                self._ready = False
+                raise
 
     def copy_to(self, path: Path) -> None:
         """Copies this database to one SQLite file, replacing an existing file."""
@@ -202,7 +206,9 @@ class Database:
         if self._dialect != "sqlite":
             return self._engine.url.render_as_string(hide_password=False), {}
         if self._path is not None:
-            return "sqlite://", {"poolclass": sa.NullPool, "creator": functools.partial(_connect, self._path, False)}
+            # A file that Optuna made would lack this program's tables, if the file was deleted in this moment.
+            connect = functools.partial(_connect, self._path, readonly=False, create=False)
+            return "sqlite://", {"poolclass": sa.NullPool, "creator": connect}
         with self._engine.connect() as connection:
             held = connection.connection.dbapi_connection
         return "sqlite://", {"poolclass": sa.StaticPool, "creator": lambda: held}
@@ -333,7 +339,7 @@ def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args=settings)
     else:
         # No pool: a connection that is used across a fork corrupts files.
-        connect = functools.partial(_connect, path, readonly)
+        connect = functools.partial(_connect, path, readonly=readonly)
         engine = sa.create_engine("sqlite://", poolclass=sa.NullPool, creator=connect)
     if not readonly:
         sa.event.listen(engine, "connect", _set_synchronous)
@@ -341,17 +347,19 @@ def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
     return engine
 
 
-def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+def _connect(path: Path, *, readonly: bool, create: bool = True) -> sqlite3.Connection:
     """Opens a connection to a file, read-only if `readonly` or without write permission."""
-    place, uri = str(path), readonly or _frozen(path)
-    if uri:
+    if readonly or _frozen(path):
         # `immutable` needs no locks and no additional files, so it works in a read-only directory. It would miss the
         # content of a log, and changes by a running writer, which is recognized by its -wal and -shm files. `as_uri`
         # quotes the path: after an unquoted `#`, SQLite silently opens another file.
         used = all(path.with_name(f"{path.name}{ending}").exists() for ending in ("-wal", "-shm"))
         at_rest = _log_of(path) is None and not used
-        place = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if at_rest else ''}"
-    return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=uri)
+        mode = f"ro{'&immutable=1' if at_rest else ''}"
+    else:
+        mode = "rwc" if create else "rw"
+    place = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=True)
 
 
 def _frozen(path: Path) -> bool:

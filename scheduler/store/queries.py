@@ -16,7 +16,7 @@ from scheduler.core import codec
 from scheduler.core.neighbours import Near, Range, range_from_text, range_to_text
 from scheduler.core.records import Key, Record, schedule_to_text
 from scheduler.store.database import Database, Select
-from scheduler.store.schema import RANGE_KEY, RANGES, SCHEDULES, SUM_COLUMNS, place_columns
+from scheduler.store.schema import KEY, RANGE_KEY, RANGES, SCHEDULES, SUM_COLUMNS, place_columns
 
 # ------------------------------------------------------------------------------
 # Conversion between database rows and records; malformed rows are reported once per process.
@@ -68,6 +68,16 @@ def record_of_row(key: Key, line: str) -> Record:
     if record.key != key:
         raise ValueError(f"it is the record of {record.key}")
     return record
+
+
+def of_key(table: sa.TableClause) -> list[sa.ColumnElement[bool]]:
+    """Returns the conditions for the rows of one key, which is a parameter of the statement (`asked`)."""
+    return [table.c[name] == sa.bindparam(f"{name}_") for name in KEY]
+
+
+def asked(key: Key) -> dict[str, str]:
+    """Returns the parameters of statements with the conditions `of_key`."""
+    return {f"{name}_": value for name, value in vars(key).items()}
 
 
 def row_of_record(record: Record) -> dict[str, Any]:
@@ -179,9 +189,9 @@ class Ranges:
 
     def put_all(self, connection: sa.Connection, ranges: Iterable[Range]) -> None:
         """Stores several ranges within the caller's transaction."""
-        for of in ranges:
-            row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
-            connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
+        rows = [_key(of) | {"date": of.environment.date, "range": range_to_text(of)} for of in ranges]
+        if rows:
+            connection.execute(self._database.upsert(RANGES, RANGE_KEY), rows)
 
     def all(
         self, *, operation: str | None = None, hardware: str | None = None, problems: Collection[str] | None = None

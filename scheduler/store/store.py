@@ -21,7 +21,7 @@ from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.neighbours import Near, Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
 from scheduler.store import queries, text_files
-from scheduler.store.database import CACHE_VARIABLE, Database
+from scheduler.store.database import CACHE_VARIABLE, Database, Select
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.queries import CANDIDATES, Head, Ranges, similar
@@ -33,7 +33,7 @@ from scheduler.store.schema import (
     MIGRATIONS,
     SCHEDULES,
 )
-from scheduler.store.studies import Parameters, Studies
+from scheduler.store.studies import Described, Studies
 
 # ------------------------------------------------------------------------------
 # Location of the user's cache.
@@ -101,7 +101,7 @@ class Store:
           MalformedRecord: the stored record of `key` cannot be read.
           StoreError: the cache cannot be read.
         """
-        for *_, line in self._database.select(_BY_KEY, _asked(key)):
+        for *_, line in self._database.select(_BY_KEY, queries.asked(key)):
             try:
                 return queries.record_of_row(key, line)
             except ValueError as error:
@@ -128,7 +128,7 @@ class Store:
             for within, most in (*((within, CANDIDATES) for within in near.stages), (near.within, -1)):
                 texts, reach = similar(select, near, within, kinds, most)
                 keys = (Key(near.operation, near.hardware, text) for text in near.in_order(texts, reach))
-                lines = (tuple(row) for key in keys for row in select(_BY_KEY, _asked(key)))
+                lines = (tuple(row) for key in keys for row in select(_BY_KEY, queries.asked(key)))
                 found = list(itertools.islice(self._decoded(lines), near.most))
                 if len(found) == near.most or (within, reach) == (near.within, within):
                     break
@@ -140,15 +140,12 @@ class Store:
         Raises:
           StoreError: it cannot be written, or the stored record has precedence (`Record.precedence`).
         """
-        with self._database.write() as connection:
-            if not self._put(connection, record):
-                kind = "an estimate" if record.estimated else "an imported record"
-                raise StoreError(
-                    f"{self.location} has a measured record of {record.key}, which {kind} does not replace"
-                )
+        if self.put_all([record]):
+            kind = "an estimate" if record.estimated else "an imported record"
+            raise StoreError(f"{self.location} has a measured record of {record.key}, which {kind} does not replace")
 
     def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
-        """Stores records as `put` does, and ranges, in one transaction.
+        """Stores records as `put` does, and ranges, in one transaction with few statements.
 
         Returns:
           the keys of the records that were skipped because the stored one has precedence (`Record.precedence`).
@@ -157,20 +154,20 @@ class Store:
           StoreError: they cannot be written; nothing was stored.
         """
         with self._database.write() as connection:
-            left = [record.key for record in records if not self._put(connection, record)]
+            new = {record.key: record for record in records}
+            contested = [key for key, record in new.items() if record.precedence]
+            held = _by_keys(lambda query, values: connection.execute(query, values).all(), contested)
+            lines = ((Key(*names), line) for *names, line in held)
+            left = {key for key, line in lines if queries.has_precedence(key, line, new[key])}
+            rows = [queries.row_of_record(record) for key, record in new.items() if key not in left]
+            if rows:
+                connection.execute(self._database.upsert(SCHEDULES, KEY), rows)
+            # After an import, an interrupted search on this machine can still resume.
+            self._studies.finish(
+                connection, [key for key, record in new.items() if record.imported is None and key not in left]
+            )
             self.ranges.put_all(connection, ranges)
-        return left
-
-    def _put(self, connection: sa.Connection, record: Record) -> bool:
-        """Stores a record and returns True, or False if the stored one has precedence."""
-        if record.precedence:
-            held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
-            if held is not None and queries.has_precedence(record.key, held[0], record):
-                return False
-        connection.execute(self._database.upsert(SCHEDULES, KEY), queries.row_of_record(record))
-        if record.imported is None:  # otherwise an interrupted search on this machine can still resume
-            self._studies.finish(connection, record.key)
-        return True
+        return [key for key in new if key in left]
 
     def finish(self, key: Key) -> None:
         """Marks the search of `key` as finished without a record, so that its trials are not resumed.
@@ -179,10 +176,10 @@ class Store:
           StoreError: the cache cannot be written.
         """
         with self._database.write() as connection:
-            self._studies.finish(connection, key)
+            self._studies.finish(connection, [key])
 
-    def forget(self, key: Key) -> int:
-        """Deletes the record of `key` and its trials.
+    def forget(self, *keys: Key) -> int:
+        """Deletes the records of `keys` and their trials.
 
         Returns:
           the number of deleted rows and trials.
@@ -190,11 +187,11 @@ class Store:
         Raises:
           StoreError: the cache cannot be written.
         """
-        if self._database.empty():
+        if not keys or self._database.empty():
             return 0
-        count = self._studies.forget(key)
+        count = self._studies.forget(keys)
         with self._database.write() as connection:
-            return count + connection.execute(sa.delete(SCHEDULES).where(*_is(SCHEDULES, key))).rowcount
+            return count + connection.execute(_DELETE, list(map(queries.asked, keys))).rowcount
 
     def prepare_trials(self) -> None:
         """Creates the tables for trials, ahead of the first trial.
@@ -204,24 +201,20 @@ class Store:
         """
         self._studies.prepare()
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        """Stores a trial as soon as it ends, so that a killed search loses none.
+    def save_trials(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
+    ) -> None:
+        """Stores trials of a running search, so that a killed search loses none; may be repeated after a failure.
+
+        A stored trial of the same number and schedule gets the new outcome.
 
         Args:
-          parameters: as in `Studies.add`.
+          parameters: as in `Studies.save`.
 
         Raises:
-          StoreError: it cannot be written.
+          StoreError: they cannot be written; none of them was stored.
         """
-        self._studies.add(key, trial, environment, parameters)
-
-    def replace_trial(self, key: Key, trial: Trial) -> None:
-        """Replaces the outcome of the latest stored trial of this number, after its result was found to be wrong.
-
-        Raises:
-          StoreError: it cannot be written.
-        """
-        self._studies.replace(key, trial)
+        self._studies.save(key, trials, environment, parameters)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.
@@ -337,10 +330,10 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        wanted_keys = list(map(_asked, keys))
-        return self._decoded(
-            [tuple(row) for row in self._database.select(_BY_KEY, *wanted_keys)] if wanted_keys else []
-        )
+        wanted = list(keys)
+        with self._database.reading() as select:
+            found = {Key(*row[:3]): row for row in _by_keys(select, wanted)}
+        return self._decoded([found[key] for key in wanted if key in found])
 
     def texts(self, *, operation: str, hardware: str) -> list[str]:
         """Returns the text of records, unordered.
@@ -451,14 +444,22 @@ def build_shipped(records: Path, cache_db: Path) -> int:
 
 
 # Constructed once, because construction takes longer than execution.
-_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
-    *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
+_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(*queries.of_key(SCHEDULES))
+_DELETE = sa.delete(SCHEDULES).where(*queries.of_key(SCHEDULES))
+
+
+_BY_KEYS = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
+    sa.tuple_(*(SCHEDULES.c[name] for name in KEY)).in_(sa.bindparam("keys", expanding=True))
 )
+# Three variables per key: SQLite before 3.32 has a limit of 999.
+_KEYS_PER_QUERY = 300
 
 
-def _asked(key: Key) -> dict[str, str]:
-    """Returns the parameters of `_BY_KEY`."""
-    return {f"{name}_": value for name, value in vars(key).items()}
+def _by_keys(select: Select, keys: Sequence[Key]) -> Iterator[tuple[Any, ...]]:
+    """Yields the key and the text of the stored records of these keys, unordered."""
+    for start in range(0, len(keys), _KEYS_PER_QUERY):
+        values = [tuple(vars(key).values()) for key in keys[start : start + _KEYS_PER_QUERY]]
+        yield from map(tuple, select(_BY_KEYS, {"keys": values}))
 
 
 def _is(table: sa.TableClause, key: Key) -> list[sa.ColumnElement[bool]]:

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.optuna_log import quietly
-from scheduler.core.records import Environment, Failure, Key, Measurement, Trial, versioned
+from scheduler.core.records import Environment, Failure, Key, Measurement, Trial, Versioned, versioned
 from scheduler.store import queries
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, SEARCHES
@@ -55,9 +55,15 @@ _PARAMETERS = sa.table("trial_params", *map(sa.column, ("trial_id", "param_name"
 _LONGEST_NAME = 440
 # Retries, because processes that create the tables of a new file concurrently conflict.
 _ATTEMPTS, _WAIT_S = 8, 0.2
+# Constructed once, because construction takes longer than execution.
+_NAMES = sa.select(SEARCHES.c.study).where(*queries.of_key(SEARCHES))
+_FINISH = sa.update(SEARCHES).where(*queries.of_key(SEARCHES)).values(finished=1)
+_FORGET = sa.delete(SEARCHES).where(*queries.of_key(SEARCHES))
 _NO: sa.ColumnElement[int] = sa.literal_column("0")  # only a literal uses the index of unfinished searches
 
 Parameters = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
+# Returns the parameters of a trial and their distributions.
+Described = Callable[[Trial], Parameters]
 
 
 class Studies:
@@ -74,84 +80,78 @@ class Studies:
         with self._lock, self._writing():
             pass
 
-    def add(self, key: Key, trial: Trial, environment: Environment, parameters: Parameters | None = None) -> None:
-        """Adds a trial to the unfinished search of `key` under these versions, or to a new search.
+    def save(
+        self, key: Key, trials: Sequence[Trial], environment: Environment, parameters: Described | None = None
+    ) -> None:
+        """Adds trials to the unfinished search of `key` under these versions, or to a new search.
+
+        A stored trial of the same number, kernel and schedule gets the new outcome, so that a failed call may be
+        repeated.
 
         Args:
-          parameters: the parameters of the trial and their distributions; None stores no parameters.
+          parameters: returns the parameters of a trial and their distributions; None stores no parameters.
         """
-        with self._database.errors("written"):
-            frozen = _frozen(trial, parameters)
         with self._lock, self._writing() as storage:
-            if not self._insert(self._search(storage, key, environment), frozen):
+            if not self._write(self._search(storage, key, environment), trials, parameters):
                 self._open[key, _versions(environment)] = study = self._begin(storage, key, environment)
-                self._insert(study, frozen)
+                self._write(study, trials, parameters)
 
-    def _insert(self, study: _Study, frozen: FrozenTrial) -> bool:
-        """Adds a trial to a study; returns False if the study is gone or has other choices of a parameter.
+    def _write(self, study: _Study, trials: Sequence[Trial], parameters: Described | None) -> bool:
+        """Saves trials in a study; returns False if the study is gone or has other choices of a parameter.
 
         A dashboard may delete a study. Choices change with the kernel, and Optuna requires the same choices of a
         parameter in all trials of a study.
         """
-        texts = {name: _distribution_text(one) for name, one in frozen.distributions.items()}
+        rows: dict[sa.TableClause, list[dict[str, Any]]] = {_VALUES: [], _ATTRIBUTES: [], _PARAMETERS: []}
         with self._database.write() as connection:
             there = sa.select(_STUDIES.c.study_id).where(_STUDIES.c.study_id == study.id).with_for_update()
             if connection.execute(there).first() is None:
                 return False
-            if study.distributions is None:
+            if study.saved is None:
                 every = sa.select(_PARAMETERS.c.param_name, _PARAMETERS.c.distribution_json).distinct()
                 every = every.join(_TRIALS, _TRIALS.c.trial_id == _PARAMETERS.c.trial_id)
                 of_study = every.where(_TRIALS.c.study_id == study.id)
                 study.distributions = {row.param_name: row.distribution_json for row in connection.execute(of_study)}
-            if any(study.distributions.setdefault(name, text) != text for name, text in texts.items()):
-                return False
-            count = sa.select(sa.func.count()).select_from(_TRIALS).where(_TRIALS.c.study_id == study.id)
-            row = {
-                "study_id": study.id,
-                "number": connection.execute(count).scalar_one(),
-                "state": frozen.state.name,
-                "datetime_start": _utc(frozen.datetime_start),
-                "datetime_complete": _utc(frozen.datetime_complete),
-            }
-            trial_id = connection.execute(sa.insert(_TRIALS).returning(_TRIALS.c.trial_id), row).scalar_one()
-            values = [] if frozen.value is None else [{"objective": 0, "value": frozen.value, "value_type": "FINITE"}]
-            attributes = [{"key": name, "value_json": json.dumps(value)} for name, value in frozen.user_attrs.items()]
-            parameters = [
-                {
-                    "param_name": name,
-                    "param_value": frozen.distributions[name].to_internal_repr(value),
-                    "distribution_json": texts[name],
-                }
-                for name, value in frozen.params.items()
-            ]
-            for table, several in ((_VALUES, values), (_ATTRIBUTES, attributes), (_PARAMETERS, parameters)):
+                found = connection.execute(_query(_STUDIES.c.study_id == study.id))
+                study.saved = {_identity(trial): (number, trial) for number, trial in self._decoded(found)}
+            changed: list[tuple[int | None, Trial, FrozenTrial]] = []
+            for trial in trials:
+                trial_id, known = study.saved.get(_identity(trial), (None, None))
+                if known != trial:
+                    changed.append((trial_id, trial, _frozen(trial, parameters and parameters(trial))))
+            for _, _, frozen in changed:
+                texts = {name: _distribution_text(one) for name, one in frozen.distributions.items()}
+                if any(study.distributions.setdefault(name, text) != text for name, text in texts.items()):
+                    return False
+            for trial_id, trial, frozen in changed:
+                if trial_id is None:
+                    trial_id = _inserted(connection, study, frozen)
+                    rows[_PARAMETERS] += [
+                        {
+                            "trial_id": trial_id,
+                            "param_name": name,
+                            "param_value": frozen.distributions[name].to_internal_repr(value),
+                            "distribution_json": study.distributions[name],
+                        }
+                        for name, value in frozen.params.items()
+                    ]
+                else:
+                    same = _TRIALS.c.trial_id == trial_id
+                    connection.execute(sa.update(_TRIALS).where(same).values(state=frozen.state.name))
+                    for table in (_VALUES, _ATTRIBUTES):
+                        connection.execute(sa.delete(table).where(table.c.trial_id == trial_id))
+                if frozen.value is not None:
+                    value = {"objective": 0, "value": frozen.value, "value_type": "FINITE"}
+                    rows[_VALUES].append({"trial_id": trial_id, **value})
+                rows[_ATTRIBUTES] += [
+                    {"trial_id": trial_id, "key": name, "value_json": json.dumps(value)}
+                    for name, value in frozen.user_attrs.items()
+                ]
+                study.saved[_identity(trial)] = trial_id, trial
+            for table, several in rows.items():
                 if several:
-                    connection.execute(sa.insert(table), [{"trial_id": trial_id, **one} for one in several])
+                    connection.execute(sa.insert(table), several)
         return True
-
-    def replace(self, key: Key, trial: Trial) -> None:
-        """Replaces the outcome of the latest trial of this number and backend, after its result proved wrong."""
-        found = [
-            trial_id
-            for trial_id, known in self._read(_is(key))
-            if (known.number, known.backend) == (trial.number, trial.backend)
-        ]
-        if not found:
-            return
-        state = "COMPLETE" if isinstance(trial.outcome, Measurement) else "FAIL"
-        with self._database.write() as connection:
-            same = _ATTRIBUTES.c.trial_id == found[-1]
-            connection.execute(
-                sa.update(_ATTRIBUTES)
-                .where(same, _ATTRIBUTES.c.key == TRIAL)
-                .values(value_json=json.dumps(codec.trial_to_text(trial)))
-            )
-            connection.execute(sa.update(_TRIALS).where(_TRIALS.c.trial_id == found[-1]).values(state=state))
-            connection.execute(sa.delete(_ATTRIBUTES).where(same, _ATTRIBUTES.c.key == FAILURE))
-            if isinstance(trial.outcome, Failure):
-                connection.execute(sa.delete(_VALUES).where(_VALUES.c.trial_id == found[-1]))
-                count = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
-                connection.execute(sa.insert(_ATTRIBUTES), count)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.
@@ -192,29 +192,31 @@ class Studies:
         query = query if operation is None else query.where(SEARCHES.c.operation == operation)
         return {Key(*row) for row in queries.rows_by_key(self._database.select(query), self._database.location)}
 
-    def finish(self, connection: sa.Connection, key: Key) -> None:
-        """Marks the searches of `key` as finished, within the caller's transaction."""
-        connection.execute(sa.update(SEARCHES).where(*_is(key)).values(finished=1))
-        self._end(key)
+    def finish(self, connection: sa.Connection, keys: Collection[Key]) -> None:
+        """Marks the searches of these keys as finished, within the caller's transaction."""
+        if keys:
+            connection.execute(_FINISH, list(map(queries.asked, keys)))
+        self._end(keys)
 
-    def forget(self, key: Key) -> int:
-        """Deletes the searches of `key` and their studies, and returns the number of their trials."""
-        names = [name for (name,) in self._database.select(sa.select(SEARCHES.c.study).where(*_is(key)))]
+    def forget(self, keys: Collection[Key]) -> int:
+        """Deletes the searches of `keys` and their studies, and returns the number of their trials."""
+        with self._database.reading() as select:
+            names = [(key, name) for key in keys for (name,) in select(_NAMES, queries.asked(key))]
         if not names:
             return 0
-        count = len(self.trials(key))
+        count = sum(len(self.trials(key)) for key in dict.fromkeys(key for key, _ in names))
         with self._lock, self._writing() as storage:
-            for name in names:
+            for _, name in names:
                 with contextlib.suppress(KeyError):
                     storage.delete_study(storage.get_study_id_from_name(name))
         with self._database.write() as connection:
-            connection.execute(sa.delete(SEARCHES).where(*_is(key)))
-        self._end(key)
+            connection.execute(_FORGET, list(map(queries.asked, keys)))
+        self._end(keys)
         return count
 
-    def _end(self, key: Key) -> None:
-        """Closes the current search of `key`, so that the next trial starts a new one."""
-        self._open = {known: study for known, study in self._open.items() if known[0] != key}
+    def _end(self, keys: Collection[Key]) -> None:
+        """Closes the current searches of `keys`, so that the next trial starts a new one."""
+        self._open = {known: study for known, study in self._open.items() if known[0] not in keys}
 
     def close(self) -> None:
         with self._lock:
@@ -228,15 +230,7 @@ class Studies:
         # Without a search, Optuna's tables may not exist.
         if not select(sa.select(SEARCHES.c.id).where(*wanted).limit(1)):
             return []
-        query = (
-            sa.select(*(SEARCHES.c[name] for name in KEY), _TRIALS.c.trial_id, _ATTRIBUTES.c.value_json)
-            .join_from(SEARCHES, _STUDIES, _STUDIES.c.study_name == SEARCHES.c.study)
-            .join(_TRIALS, _TRIALS.c.study_id == _STUDIES.c.study_id)
-            .join(_ATTRIBUTES, _ATTRIBUTES.c.trial_id == _TRIALS.c.trial_id)
-            .where(_ATTRIBUTES.c.key == TRIAL, *wanted)
-            .order_by(SEARCHES.c.id, _TRIALS.c.number)
-        )
-        return list(self._decoded(select(query)))
+        return list(self._decoded(select(_query(*wanted))))
 
     def _decoded(self, found: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Trial]]:
         for *names, number, text in found:
@@ -285,12 +279,19 @@ class Studies:
             if self._storage is None or self._database.missing():
                 self._open.clear()
                 self._storage = self._opened()
+            storage = self._storage
             try:
                 yield self._storage
-            except StorageInternalError as error:
-                raise error.__cause__ or StoreError(str(error)) from error
+            except BaseException as error:
+                # The file may have been replaced, or the server restarted: the next write opens the storage again.
+                self._storage = None
+                if not self._database.in_memory:
+                    storage.engine.dispose()
+                if isinstance(error, StorageInternalError):
+                    raise error.__cause__ or StoreError(str(error)) from error
+                raise
             finally:
-                self._storage.remove_session()
+                storage.remove_session()
 
     def _opened(self) -> RDBStorage:
         """Opens Optuna's storage in this database, and creates its tables if they are missing."""
@@ -321,11 +322,42 @@ class _Study:
 
     Attributes:
       id: in Optuna's tables.
-      distributions: parameter -> its distribution, as text; None until they are read.
+      saved: the stored trials by `_identity`, with their ids in Optuna's tables; None until they are read.
+      distributions: parameter -> its distribution, as text.
     """
 
     id: int
-    distributions: dict[str, str] | None = None
+    saved: dict[tuple[int, Versioned], tuple[int, Trial]] | None = None
+    distributions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _identity(trial: Trial) -> tuple[int, Versioned]:
+    return trial.number, versioned(trial)
+
+
+def _inserted(connection: sa.Connection, study: _Study, frozen: FrozenTrial) -> int:
+    """Inserts a trial without its values, and returns its id."""
+    count = sa.select(sa.func.count()).select_from(_TRIALS).where(_TRIALS.c.study_id == study.id)
+    row = {
+        "study_id": study.id,
+        "number": connection.execute(count).scalar_one(),
+        "state": frozen.state.name,
+        "datetime_start": _utc(frozen.datetime_start),
+        "datetime_complete": _utc(frozen.datetime_complete),
+    }
+    return int(connection.execute(sa.insert(_TRIALS).returning(_TRIALS.c.trial_id), row).scalar_one())
+
+
+def _query(*wanted: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Returns the query for the keys, ids and texts of trials, in the order they ended."""
+    return (
+        sa.select(*(SEARCHES.c[name] for name in KEY), _TRIALS.c.trial_id, _ATTRIBUTES.c.value_json)
+        .join_from(SEARCHES, _STUDIES, _STUDIES.c.study_name == SEARCHES.c.study)
+        .join(_TRIALS, _TRIALS.c.study_id == _STUDIES.c.study_id)
+        .join(_ATTRIBUTES, _ATTRIBUTES.c.trial_id == _TRIALS.c.trial_id)
+        .where(_ATTRIBUTES.c.key == TRIAL, *wanted)
+        .order_by(SEARCHES.c.id, _TRIALS.c.number)
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -54,7 +54,7 @@ def filled(path: Path) -> None:
             for number in range(4):
                 outcome = Failure("verify", "off") if number == 2 else Measurement(1e-3, (1e-3,), "wall", "warm")
                 trial = Trial(number, "interpret", 1, {"tile_m": 8}, outcome, 1e-3)
-                kept.add_trial(key_of(MATMUL, problem, CPU), trial, NOW)
+                kept.save_trials(key_of(MATMUL, problem, CPU), [trial], NOW)
         kept.put_calibration(Calibration(CPU.id, "matmul", "xla", 1, {"p": 5.0}, 4, 100, 0.1, NOW))
 
 

@@ -482,7 +482,7 @@ def test_a_chip_is_named_alike_everywhere(store):
 
 def test_a_search_of_an_operation_that_is_not_here_is_listed_though_nobody_knows_its_command(store):
     key = dataclasses.replace(KEY, operation="own", problem='{"rows":8}')
-    store.add_trial(key, trial(), ENVIRONMENT)
+    store.save_trials(key, [trial()], ENVIRONMENT)
     out, _ = run("list", "--operation", "own")
     assert "own rows=8 on NVIDIA H200" in out
     assert "1 trial kept, the best 100 us: mosaic_gpu" in " ".join(out.split())

@@ -469,7 +469,7 @@ def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):
     clock, l2 = timing_conditions(problem, here.hardware, "cold")
     print_of = fingerprints.of_schedule(kernel, problem, {"tile": 8}, here.hardware.target)
     trial = Trial(0, "pallas", 0, {"tile": 8}, Measurement(1e-6, (1e-6,), clock, l2), 1e-6, print_of)
-    store.add_trial(key_of(first.operation, problem, here.hardware), trial, here.environment)
+    store.save_trials(key_of(first.operation, problem, here.hardware), [trial], here.environment)
     for text, resumed in ((after, 0), (before, 1)):
         function, seen = loaded(text), []
         with contextlib.suppress(StopSearch):

@@ -109,7 +109,7 @@ def test_a_search_cut_short_on_a_cpu_goes_on_where_without_a_bound_it_would_be_r
     cache = tmp_path / "cache.db"
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(cache))
     problem, script = MatmulProblem(2048, 2048, 2048, "float32"), "tile-scheduler {} matmul m=2048 n=2048 k=2048"
-    Store(cache).add_trial(key_of(MATMUL, problem, CPU), trial(), ENVIRONMENT)
+    Store(cache).save_trials(key_of(MATMUL, problem, CPU), [trial()], ENVIRONMENT)
     refused = shell(f"{script.format('tune')} dtype=float32", tmp_path)
     assert "set a time limit" in refused.stderr
     told = [f"{script.format('show')} dtype=float32", "tile-scheduler list --hardware cpu"]

@@ -61,9 +61,9 @@ def report(tmp_path_factory):
         run("tune", "matmul", *SMALL, "--budget", 4)
         with contextlib.closing(Store(place / "cache.db")) as store:
             evil, failed = hostile()
-            store.add_trial(evil.key, failed, ENVIRONMENT)
+            store.save_trials(evil.key, [failed], ENVIRONMENT)
             store.put(evil)
-            store.add_trial(CUT_SHORT, trial(), ENVIRONMENT)
+            store.save_trials(CUT_SHORT, [trial()], ENVIRONMENT)
         said = run("report", "--out", place / "report.html", "--pictures", "none", "--all", "--most", 0)
         listed = json.loads(run("list", "--all", "--json"))
     assert re.search(rf"wrote {len(listed)} records to \S+report.html \(\d+\.\d MB\)", said)

@@ -5,14 +5,17 @@ import dataclasses
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 from operations import DoubleLibrary, DoubleProblem
 from paced import PACED, Paced
+from postgres_server import server
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
@@ -22,6 +25,7 @@ from scheduler.core.records import Failure, Measurement, key_of
 from scheduler.measure import buffers
 from scheduler.measure.runner import InProcess
 from scheduler.search.tuner import tune
+from scheduler.store import database
 from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MatmulProblem
@@ -181,7 +185,7 @@ def test_trials_under_another_clock_or_with_operands_elsewhere_are_made_again():
         other = Store(":memory:")
         for trial in store.trials(KEY):
             outcome = dataclasses.replace(trial.outcome, clock=clock, l2=l2)
-            other.add_trial(KEY, dataclasses.replace(trial, outcome=outcome), runner.environment)
+            other.save_trials(KEY, [dataclasses.replace(trial, outcome=outcome)], runner.environment)
         tune(PACED, PROBLEM, budget=BUDGET, store=other, runner=runner)
         assert len(runner.measured) == BUDGET
 
@@ -203,3 +207,66 @@ def test_what_was_cut_short_is_forgotten_on_request(tmp_path):
         ended = CliRunner().invoke(app, ["forget", COMMAND[1], "n=8"])
         assert ended.exit_code == 0, ended.output
         assert store.trials(KEY) == []
+
+
+# A store that fails for a moment
+
+
+class Meanwhile(Counted):
+    """Calls `begin` before the third trial and `end` before the last."""
+
+    def __init__(self, begin, end=lambda: None):
+        super().__init__()
+        self.events = {2: begin, BUDGET - 1: end}
+
+    def measure(self, task, *, again=False):
+        if not again:
+            self.events.pop(len(self.measured), lambda: None)()
+        return super().measure(task, again=again)
+
+
+def removed(path):
+    for ending in ("", "-wal", "-shm"):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
+
+
+def all_is_stored(url, runner):
+    with contextlib.closing(Store(url)) as store:
+        record = tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=runner)
+    with contextlib.closing(Store(url)) as store:
+        assert [trial.number for trial in store.trials(KEY)] == list(range(BUDGET))
+        assert store.get(KEY) == record
+        assert store.trials(KEY, unfinished=True) == []
+    assert record.tried == len(runner.measured) == BUDGET
+
+
+@pytest.mark.parametrize("retry_s", [0.0, 60.0])
+@pytest.mark.parametrize("fault", ["deleted", "locked", "read only"])
+def test_trials_and_record_are_stored_though_the_file_fails_for_a_moment(fault, retry_s, tmp_path, monkeypatch):
+    path = tmp_path / "cache.db"
+    monkeypatch.setattr("scheduler.search.trials.RETRY_S", retry_s)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    if fault == "deleted":
+        runner = Meanwhile(lambda: removed(path))
+    elif fault == "locked":
+        other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        runner = Meanwhile(lambda: other.execute("BEGIN IMMEDIATE"), lambda: other.execute("ROLLBACK"))
+    else:
+        disk = {"query_only": 0}
+        monkeypatch.setattr(
+            database, "_set_synchronous", lambda each, _: each.execute(f"PRAGMA query_only={disk['query_only']}")
+        )
+        runner = Meanwhile(lambda: disk.update(query_only=1), lambda: disk.update(query_only=0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        all_is_stored(path, runner)
+    warned = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert all("the search continues, and writes its trials later" in each for each in warned)
+    if fault != "deleted":  # the next write usually makes a new file
+        assert len(warned) == 1 or (warned and not retry_s)
+
+
+@pytest.mark.slow
+def test_trials_and_record_are_stored_though_the_server_restarts():
+    with server() as running, pytest.warns(RuntimeWarning, match="the search continues, and writes its trials later"):
+        all_is_stored(running.url, Meanwhile(running.stop, running.start))

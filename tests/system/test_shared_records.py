@@ -322,7 +322,7 @@ def test_an_imported_winner_with_wrong_results_here_is_not_in_the_record_that_ve
 
 
 def test_an_interrupted_search_resumes_after_an_import(store, hosted):
-    store.add_trial(HERE, trial(), ENVIRONMENT)
+    store.save_trials(HERE, [trial()], ENVIRONMENT)
     run("import", hosted / "index.json")
     assert len(store.trials(HERE, ENVIRONMENT, unfinished=True)) == 1
     store.put(record(HERE))

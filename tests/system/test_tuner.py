@@ -1,6 +1,7 @@
 """The whole search on a CPU: what it tries, whom it lets win, what it stores, and what it says when nothing runs."""
 
 import dataclasses
+import re
 
 import pytest
 from operations import Double, DoubleLibrary, DoubleProblem
@@ -83,16 +84,30 @@ def test_a_budget_bounds_the_trials_and_none_is_refused():
         tune(SAFE_DOUBLE, PROBLEM, budget=0)
 
 
-@pytest.mark.parametrize("write", ["add_trial", "put"])
-def test_a_store_that_refuses_is_warned_of_once_and_the_search_goes_on(write, monkeypatch):
+@pytest.mark.parametrize(
+    ("refused", "lost"),
+    [
+        (["save_trials"], ["search continues", "double n=8.*: 3 of 3 trials"]),
+        (["put"], ["double n=8.*: the record"]),
+        (["save_trials", "put"], ["search continues", "double n=8.*: 3 of 3 trials, the record"]),
+    ],
+)
+def test_a_store_that_refuses_to_the_end_is_told_with_what_is_not_stored(refused, lost, monkeypatch):
     def refuse(*_):
         raise StoreError("the disk is full")
 
     store = Store(":memory:")
-    monkeypatch.setattr(store, write, refuse)
+    for write in refused:
+        monkeypatch.setattr(store, write, refuse)
+    monkeypatch.setattr("scheduler.search.trials.PAUSES_S", (0.0, 0.0))
     with pytest.warns(RuntimeWarning, match="the disk is full") as warned:
-        assert tune(SAFE_DOUBLE, PROBLEM, budget=3, store=store).tried == 3
-    assert len(warned) == 1
+        record = tune(SAFE_DOUBLE, PROBLEM, budget=3, store=store)
+    assert record.tried == 3
+    messages = [str(one.message) for one in warned if one.category is RuntimeWarning]
+    for message, text in zip(messages, lost, strict=True):
+        assert re.search(text, message), message
+    assert (store.get(record.key) is None) == ("put" in refused)
+    assert bool(store.trials(record.key)) == ("save_trials" not in refused)
 
 
 def test_seconds_bound_the_trials_too():

@@ -261,6 +261,45 @@ def test_a_list_reads_the_records_that_it_prints(many, work):
     assert f"{MANY - 7} more records are left out: --most 0 shows all" in " ".join(out.split())
 
 
+@pytest.mark.parametrize("held", ["nothing", "the same import", "measurements of the same problems"])
+def test_an_import_and_a_read_of_many_records_send_few_statements(held, many, work, tmp_path, monkeypatch):
+    run("export", tmp_path / "many.jsonl")
+    if held != "measurements of the same problems":
+        monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "other.db"))
+    if held == "the same import":
+        run("import", tmp_path / "many.jsonl")
+    work.decoded, statements = 0, []
+    with contextlib.closing(Store(default_url())) as store, counted("before_cursor_execute", statements):
+        _, err = run("import", tmp_path / "many.jsonl")
+        assert len(statements) < 30
+        assert work.decoded == (1 if held == "nothing" else 2) * MANY
+        assert f"put {0 if held == 'measurements of the same problems' else MANY} records" in err
+        statements.clear()
+        keys = [head.key for head in store.heads()]
+        assert [record.key for record in store.read(reversed(keys))] == keys[::-1]
+        assert len(keys) == MANY
+        assert len(statements) < 30
+        commits = []
+        with counted("commit", commits):
+            run("forget", "--all")
+        assert len(commits) < 5
+        assert store.keys() == []
+
+
+@contextlib.contextmanager
+def counted(event, events):
+    """Appends to `events` at each such event of SQLAlchemy, such as a statement."""
+
+    def count(*args):
+        events.append(event)
+
+    sa.event.listen(sa.Engine, event, count)
+    try:
+        yield
+    finally:
+        sa.event.remove(sa.Engine, event, count)
+
+
 # Waiting, and working
 
 

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import inspect
 import io
+import itertools
 import json
 import sqlite3
 import subprocess
@@ -15,12 +18,16 @@ import numpy as np
 import optuna
 import pytest
 import values
+from failures import failures
 from operations import Double, DoubleLibrary, DoubleProblem
+from paced import PACED
 from test_cli import run
+from test_resume import Counted
 from test_search import grid, spend
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
+from scheduler.core.errors import SamplerFailed
 from scheduler.core.hardware import find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.replay import Replay
@@ -92,6 +99,111 @@ def test_each_sampler_searches_several_backends_with_fields_of_every_kind(name):
     order = spend(Search(candidates, budget=len(candidates), sampler=sampler_of(name, 0), first=[149]), seconds)
     assert sorted(order) == list(range(150))
     assert order[0] == 149
+
+
+FIELDS = {"tile": (16, 32, 64), "order": ("m", "n", "k")}
+SMALL = [Candidate("own", {"tile": tile, "order": order}, 1e-4) for tile, order in itertools.product(*FIELDS.values())]
+SECONDS = [1e-4 * (1 + index) for index in range(len(SMALL))]
+
+
+class Own(optuna.samplers.BaseSampler):
+    """Proposes the last value of each parameter, and fails after `most` values."""
+
+    def __init__(self, most=1000):
+        self.left = iter(range(most))
+
+    def infer_relative_search_space(self, study, trial):
+        return {}
+
+    def sample_relative(self, study, trial, search_space):
+        return {}
+
+    def sample_independent(self, study, trial, param_name, param_distribution):
+        if next(self.left, None) is None:
+            raise LookupError("nothing is left")
+        return FIELDS[param_name][-1]
+
+
+class Uncopied(Own):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot copy it")
+
+
+def of_optuna(name):
+    made = getattr(optuna.samplers, name)
+    if name == "GridSampler":
+        return made(FIELDS)
+    if name == "PartialFixedSampler":
+        return made({"tile": 32}, optuna.samplers.TPESampler(seed=0))
+    return made(**{"n_startup_trials": 2} if name == "GPSampler" else {})
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_each_sampler_that_optuna_has_searches_or_the_missing_package_is_named_before_a_trial():
+    classes = {name: getattr(optuna.samplers, name) for name in optuna.samplers.__all__}
+    names = [name for name, one in classes.items() if inspect.isclass(one) and not inspect.isabstract(one)]
+    assert {"GridSampler", "BruteForceSampler", "PartialFixedSampler", "GPSampler", "NSGAIIISampler"} <= set(names)
+
+    def check(name):
+        if name == "GPSampler" and importlib.util.find_spec("torch") is None:
+            for one in (of_optuna(name), optuna.samplers.PartialFixedSampler({}, of_optuna(name))):
+                with pytest.raises(ValueError, match="GPSampler needs torch: pip install torch"):
+                    sampler_of(one, 0)
+            return
+        search = Search(SMALL, budget=9, sampler=sampler_of(of_optuna(name), 0), first=[4])
+        order = spend(search, SECONDS, in_flight=2)
+        assert order[0] == 4
+        assert sorted(order) == list(range(9))
+
+    assert failures(check, names) == []
+
+
+def test_a_grid_is_searched_to_its_end_and_no_further():
+    sampler = optuna.samplers.GridSampler({"tile": [16, 32], "order": ["k", "m"]})
+    search = Search(SMALL, budget=9, sampler=sampler, first=[4])
+    order = spend(search, SECONDS)
+    assert sorted(order[1:]) == [0, 2, 3, 5]
+    assert search.reason == "the sampler stopped the search"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        (lambda: optuna.samplers.GridSampler({"tile": [16]}), r"order, is not found in the given grid.*order: m, n, k"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "warps": [4]}), r"warps is not a parameter.*tile: 16 to 64"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "tile": [16, 999]}), "999 of parameter 'tile' isn't contained"),
+        (lambda: optuna.samplers.GridSampler({**FIELDS, "order": ["m", "z"]}), "'z' not in"),
+        (lambda: optuna.samplers.PartialFixedSampler({"order": "z"}, Own()), "PartialFixedSampler .*'z' not in"),
+        (lambda: Own(0), "sampler Own cannot propose a schedule .LookupError: nothing is left"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_sampler_that_cannot_propose_is_refused_before_a_trial_with_the_parameters(sampler, why):
+    with pytest.raises(SamplerFailed, match=why):
+        Search(SMALL, budget=9, sampler=sampler(), first=[4])
+    with pytest.raises(SamplerFailed, match="nothing is left"):
+        Search(SMALL, budget=9, sampler=Uncopied(0)).ask()
+
+
+def test_a_rehearsal_leaves_the_users_sampler_as_it_was():
+    own = Own()
+    Search(SMALL, budget=9, sampler=own)
+    assert next(own.left) == 0
+
+
+def test_a_sampler_that_fails_in_the_middle_ends_the_search_with_what_was_measured(store):
+    runner = Counted()
+    with pytest.warns(RuntimeWarning, match="sampler Failing cannot propose .*ends with the trials so far"):
+        record = tune(PACED, DoubleProblem(8), budget=12, store=store, runner=runner, sampler=Failing())
+    assert len(runner.measured) == record.tried == len(store.trials(record.key)) == 4
+    assert store.get(record.key) == record
+    assert "KeyError: 'a defect'" in record.stopped
+
+
+class Failing(optuna.samplers.RandomSampler):
+    def after_trial(self, study, trial, state, values):
+        if trial.number == 3:
+            raise KeyError("a defect")
 
 
 def test_tpe_finds_more_than_chance_on_a_model_that_tells_little():
@@ -227,9 +339,9 @@ def test_what_failed_is_a_failed_trial_with_its_reason(store, path):
 
 def test_a_trial_that_was_refuted_has_failed_and_has_no_value(store, path):
     for number in range(2):
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT)
     refuted = dataclasses.replace(values.trial(1), outcome=Failure("verify", "off by 3"))
-    store.replace_trial(values.KEY, refuted)
+    store.save_trials(values.KEY, [refuted], values.ENVIRONMENT)
     assert store.trials(values.KEY) == [values.trial(0), refuted]
     (study,) = studies(path)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL"]
@@ -239,7 +351,7 @@ def test_a_trial_that_was_refuted_has_failed_and_has_no_value(store, path):
 
 def test_each_search_is_a_study_and_forgetting_deletes_them(store, path):
     for _ in range(2):
-        store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT)
         store.finish(values.KEY)
     assert len(studies(path)) == 2
     assert store.forget(values.KEY) == 2
@@ -248,20 +360,20 @@ def test_each_search_is_a_study_and_forgetting_deletes_them(store, path):
 
 @pytest.mark.parametrize("again", [False, True], ids=["in this process", "in the next"])
 def test_a_search_goes_on_though_a_dashboard_deleted_its_study(store, path, again):
-    store.add_trial(values.KEY, values.trial(0), values.ENVIRONMENT)
+    store.save_trials(values.KEY, [values.trial(0)], values.ENVIRONMENT)
     (study,) = studies(path)
     optuna.delete_study(study_name=study.study_name, storage=f"sqlite:///{path}")
     with contextlib.closing(Store(path)) as other:
-        (other if again else store).add_trial(values.KEY, values.trial(1), values.ENVIRONMENT)
+        (other if again else store).save_trials(values.KEY, [values.trial(1)], values.ENVIRONMENT)
     assert store.trials(values.KEY) == [values.trial(1)]
 
 
 def test_a_search_whose_kernel_changed_while_it_was_cut_short_goes_on_in_a_study_of_its_own(store, path):
-    def described(*orders):
-        return {"order": orders[0]}, {"order": optuna.distributions.CategoricalDistribution(orders)}
+    def described(orders):
+        return lambda _: ({"order": orders[0]}, {"order": optuna.distributions.CategoricalDistribution([*orders])})
 
     for number, orders in enumerate(["mn", "mn", "mnk"]):
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT, described(*orders))
+        store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT, described(orders))
     assert [len(study.trials) for study in studies(path)] == [2, 1]
     assert store.trials(values.KEY, unfinished=True) == [values.trial(number) for number in range(3)]
 
@@ -285,7 +397,7 @@ def test_optunas_dashboard_opens_the_cache_as_it_is(store, path):
 
 def test_reading_trials_imports_no_optuna(path):
     with contextlib.closing(Store(path)) as store:
-        store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT)
     program = (
         "import sys; from scheduler.store.store import Store; "
         f"found = Store({str(path)!r}).unfinished(); assert len(found) == 1; sys.exit('optuna' in sys.modules)"

@@ -71,7 +71,7 @@ def test_the_last_record_of_a_key_is_the_one_that_is_found(any_store):
 def test_forget_deletes_the_record_and_its_trials_and_no_others(any_store):
     for key in (values.KEY, other_key(operation="softmax")):
         any_store.put(values.record(key))
-        any_store.add_trial(key, values.trial(), values.ENVIRONMENT)
+        any_store.save_trials(key, [values.trial()], values.ENVIRONMENT)
     assert any_store.forget(values.KEY) == 2
     assert any_store.forget(values.KEY) == 0
     assert (any_store.get(values.KEY), any_store.trials(values.KEY)) == (None, [])
@@ -83,7 +83,7 @@ def test_forget_deletes_the_record_and_its_trials_and_no_others(any_store):
 def test_trials_come_back_in_the_order_they_ended(any_store):
     trials = [values.trial(number) for number in (3, 0, 11, 2)] + [values.trial(4, Failure("compile", "no \0 'smem'"))]
     for trial in trials:
-        any_store.add_trial(values.KEY, trial, values.ENVIRONMENT)
+        any_store.save_trials(values.KEY, [trial], values.ENVIRONMENT)
     assert any_store.trials(values.KEY) == trials
     any_store.forget(values.KEY)
 
@@ -141,7 +141,8 @@ def test_any_record_survives_the_store(memory, record):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(strategies.trials)
 def test_any_trial_survives_the_store(memory, trial):
-    memory.add_trial(values.KEY, trial, values.ENVIRONMENT)
+    memory.finish(values.KEY)  # the search of the last example
+    memory.save_trials(values.KEY, [trial], values.ENVIRONMENT)
     assert memory.trials(values.KEY)[-1] == trial
 
 
@@ -149,7 +150,7 @@ def test_a_search_resumes_only_on_trials_of_its_own_versions(memory):
     later = dataclasses.replace(values.ENVIRONMENT, date="2026-03-02T00:00:00Z")
     newer = dataclasses.replace(values.ENVIRONMENT, jax="0.12.0")
     for number, environment in enumerate((values.ENVIRONMENT, newer, later)):
-        memory.add_trial(values.KEY, values.trial(number), environment)
+        memory.save_trials(values.KEY, [values.trial(number)], environment)
     assert [trial.number for trial in memory.trials(values.KEY, values.ENVIRONMENT)] == [0, 2]
 
 
@@ -157,18 +158,20 @@ def test_what_is_unfinished_is_every_search_that_did_not_end(any_store):
     cut, ended, gone = (dataclasses.replace(values.KEY, operation=name) for name in ("cut", "ended", "gone"))
     for key in (gone, cut, ended):
         for number in range(2):
-            any_store.add_trial(key, values.trial(number), values.ENVIRONMENT)
+            any_store.save_trials(key, [values.trial(number)], values.ENVIRONMENT)
     any_store.put(values.record(key=ended))
     any_store.finish(gone)
     assert any_store.unfinished() == {cut: [values.trial(0), values.trial(1)]}
     assert any_store.unfinished("ended") == {}
-    any_store.add_trial(ended, values.trial(2), values.ENVIRONMENT)  # of a search that was asked for again
+    any_store.save_trials(ended, [values.trial(2)], values.ENVIRONMENT)  # of a search that was asked for again
     assert any_store.unfinished() == {cut: [values.trial(0), values.trial(1)], ended: [values.trial(2)]}
 
 
 def test_what_could_not_be_read_again_is_not_stored(memory):
     with pytest.raises(StoreError, match=r"predicted_s|JSON compliant"):
-        memory.add_trial(values.KEY, dataclasses.replace(values.trial(), predicted_s=float("nan")), values.ENVIRONMENT)
+        memory.save_trials(
+            values.KEY, [dataclasses.replace(values.trial(), predicted_s=float("nan"))], values.ENVIRONMENT
+        )
     assert memory.trials(values.KEY) == []
 
 
@@ -187,7 +190,7 @@ for number in range({count}):
     key = Key("matmul", sys.argv[1], str(number))
     assert store.get(key) is None
     store.put(values.record(key))
-    store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
+    store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT)
 print("done", flush=True)
 """
 
@@ -290,12 +293,18 @@ def test_a_path_and_an_sqlite_url_are_the_same_file(tmp_path, form):
 
 
 def test_a_trial_found_wrong_later_is_replaced_where_it_stands():
-    store = Store(":memory:")
-    for number in (0, 1, 0, 1):  # two searches
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
+    store, trials = Store(":memory:"), [values.trial(number) for number in range(3)]
+    store.save_trials(values.KEY, trials, values.ENVIRONMENT)
     wrong = values.trial(0, Failure("verify", "with other inputs 3 of 4 elements are off"))
-    store.replace_trial(values.KEY, wrong)
-    assert store.trials(values.KEY) == [values.trial(0), values.trial(1), wrong, values.trial(1)]
+    store.save_trials(values.KEY, [wrong], values.ENVIRONMENT)
+    assert store.trials(values.KEY) == [wrong, *trials[1:]]
+
+
+def test_trials_that_are_saved_again_are_stored_once(any_store):
+    key, trials = other_key(operation="saved_again"), [values.trial(number) for number in range(3)]
+    for several in (trials[:2], trials, trials):
+        any_store.save_trials(key, several, values.ENVIRONMENT)
+    assert any_store.trials(key) == trials
 
 
 def test_constants_are_kept_by_chip_and_kernel_and_refitting_replaces_them(any_store):
@@ -392,7 +401,7 @@ def test_a_full_disk_is_an_error_that_says_so(memory):
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     trial = values.trial(outcome=Failure("compile", "x" * 10**6))
     with pytest.raises(StoreError, match=r"full.*free some space"):
-        memory.add_trial(values.KEY, trial, values.ENVIRONMENT)
+        memory.save_trials(values.KEY, [trial], values.ENVIRONMENT)
     assert memory.get(values.KEY) == values.record()
 
 
@@ -455,7 +464,7 @@ def test_a_malformed_record_is_an_error_to_get_and_a_warning_to_list(path, line,
 def test_a_malformed_trial_is_skipped_with_a_warning(path, caplog):
     store = Store(path)
     for number in range(2):
-        store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
+        store.save_trials(values.KEY, [values.trial(number)], values.ENVIRONMENT)
     execute(path, "UPDATE trial_user_attributes SET value_json = '{}' WHERE key = 'trial' AND trial_id = 1")
     with caplog.at_level(logging.WARNING):
         assert store.trials(values.KEY) == [values.trial(1)]
@@ -466,7 +475,7 @@ def test_rows_that_are_known_by_no_text_are_skipped_and_told_once(path, caplog):
     store = Store(path)
     for operation in ("matmul", "softmax"):
         store.put(values.record(other_key(operation=operation)))
-        store.add_trial(other_key(operation=operation), values.trial(), values.ENVIRONMENT)
+        store.save_trials(other_key(operation=operation), [values.trial()], values.ENVIRONMENT)
     for table in ("schedules", "searches"):
         execute(path, f"UPDATE {table} SET problem = x'ff00' WHERE operation = 'matmul'")
     execute(path, "UPDATE schedules SET record = 7 WHERE operation = 'softmax'")
@@ -490,7 +499,7 @@ def test_readonly_answers_and_refuses_writes(path):
     writes = (
         lambda: store.put(values.record()),
         lambda: store.forget(values.KEY),
-        lambda: store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT),
+        lambda: store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT),
     )
     for write in writes:
         with pytest.raises(StoreError, match="read-only"):
@@ -567,7 +576,7 @@ def test_the_shipped_file_opens_in_a_directory_that_cannot_be_written(tmp_path):
 def test_a_filled_cache_that_may_only_be_read_answers_as_before_and_leaves_nothing_behind(open_path):
     writer = Store(open_path)
     writer.put(values.record())
-    writer.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+    writer.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT)
     before = open_path.read_bytes()
     assert before[18:20] == b"\x02\x02"  # it is written ahead: read as usual, it would want two more files
     with frozen(open_path):
@@ -594,7 +603,7 @@ def test_every_write_to_a_cache_that_may_only_be_read_is_one_error_that_says_wha
         lambda: store.forget(values.KEY),
         lambda: store.finish(values.KEY),
         lambda: store.lease(values.KEY, "me", 1),
-        lambda: store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT),
+        lambda: store.save_trials(values.KEY, [values.trial()], values.ENVIRONMENT),
         lambda: store.put_calibration(calibration),
     )
     with frozen(open_path):
