@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from scheduler.measure.runner import Task
 
 # The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
-# A search ends when its finalists are confirmed.
-URGENCY: tuple[Do, ...] = ("prepare", "confirm", "measure")
+# A search ends when its finalists are confirmed, and cannot choose the next candidate before the last one is traced.
+URGENCY: tuple[Do, ...] = ("trace", "prepare", "confirm", "measure")
 # The host memory that a compile process takes.
 PROCESS_BYTES = GIB
 

@@ -24,6 +24,7 @@ from scheduler.measure.protocol import (
     Init,
     InitFailed,
     Message,
+    Programs,
     Raised,
     Ready,
     Reply,
@@ -162,7 +163,7 @@ def converse(begin: Begin, channel: socket.socket) -> None:
 
 
 def mismatch_reason(request: Request, target: Target) -> str:
-    """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
+    """Explains why this process loads a different candidate than the one in the request; "" if it does not."""
     if not request.fingerprint:
         return ""
     operation = load(request.operation)
@@ -171,8 +172,8 @@ def mismatch_reason(request: Request, target: Target) -> str:
     if own == request.fingerprint:
         return ""
     return (
-        f"a worker process loads another version of {request.operation} than the process that tunes it: a value was "
-        "changed after the import there, or the file was edited meanwhile"
+        f"a worker process loads another version of {request.operation} than the process that traced it first: the "
+        "file was edited meanwhile, or a value that it reads was changed"
     )
 
 
@@ -190,9 +191,13 @@ def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], 
     def answer(line: str) -> Answer:
         request = decode(line)
         assert isinstance(request, Request)
-        if request.reference:
-            load(request.operation).problem.from_canonical(request.problem, request.reference)
-        return service.answer(request)
+        operation = load(request.operation)
+        problem = operation.problem.from_canonical(request.problem, request.reference)
+        if request.do != "trace":
+            return service.answer(request)
+        kernel = operation.kernel(request.backend)
+        found = fingerprints.of_schedule(kernel, problem, request.schedule, service.target)
+        return Answer(None, programs=Programs(fingerprint=found))
 
     for line in requests:
         reply = reply_of(functools.partial(answer, line))

@@ -28,6 +28,7 @@ from scheduler.measure.protocol import Do, Programs, ReservedProblem
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
+    WorkerResult,
     name_of,
     request_for,
     unloadable_reason,
@@ -224,6 +225,13 @@ class Pool:
             compile_programs = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
             known[candidate] = in_thread(compile_programs, "scheduler-ahead")
 
+    def fingerprint(self, task: Task) -> str:
+        with Threads[Task, Programs | Failure](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
+            found = threads.call(lambda task: self._compilers.compile(task, "trace", self._timeouts), task)
+        if found == Programs():  # there is no compile process
+            found = self._request(task, "trace", None).programs or found
+        return found.fingerprint if isinstance(found, Programs) else f"raises {found}"
+
     def help(self, sends: Sequence[Transport]) -> None:
         """Adds compile processes of other hosts, one for each transport."""
         self._compilers.add([Helper(send, self._compilers.directory) for send in sends])
@@ -241,7 +249,10 @@ class Pool:
         self._processes.close()
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
-        """Sends a request to the measuring process and returns the outcome."""
+        return self._request(task, do, programs).outcome
+
+    def _request(self, task: Task, do: Do, programs: Programs | None) -> WorkerResult:
+        """Sends a request to the measuring process and returns its result."""
         key = _bench_key(task)
         with self._device(key) as reserved:
             if not self._closed:
@@ -258,7 +269,7 @@ class Pool:
             text.warn_safely(f"the measuring process compiles candidates again: {result.refused}")
         if result.lost and result.retryable:
             raise DeviceLost(f"no measuring process starts on the device: {result.lost}")
-        return result.outcome
+        return result
 
     def _detected_target(self) -> Target:
         """Returns the chip that the measuring process has found. Blocks until the process has started.

@@ -14,8 +14,8 @@ from search_spaces.target import Target
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 # The kinds of request. A compile process compiles a candidate ("measure"), the further programs that confirming it runs
 # ("confirm"), or the programs that check the results of a problem ("prepare"). The measuring process does all other
-# work.
-Do = Literal["measure", "again", "confirm", "prepare"]
+# work. Any process traces a candidate to find its fingerprint ("trace").
+Do = Literal["measure", "again", "confirm", "prepare", "trace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Programs:
       candidate: "" if the program cannot be moved between processes; the measuring process then compiles it.
       again: the different programs that the candidate gave when it was traced again.
       neighbour: the candidate compiled for the neighbour of the problem; "" if its schedule is not legal there.
+      fingerprint: of the candidate, if the request was to trace it.
     """
 
     candidate: str = ""
     again: tuple[str, ...] = ()
     neighbour: str = ""
+    fingerprint: str = ""
 
     @property
     def names(self) -> list[str]:

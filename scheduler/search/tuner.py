@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -51,10 +52,9 @@ from scheduler.search.candidates import (
     EqualPrograms,
     Recorded,
     collect,
-    fingerprint,
-    identified,
     reference,
     search_seconds,
+    traced_by,
 )
 from scheduler.search.final_comparison import (
     FEWEST_ROUNDS,
@@ -233,7 +233,8 @@ class _Tuning:
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.writer = BestEffortWriter(store)
-        self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
+        self.fingerprint = traced_by(operation, problem, runner)
+        self.reference = reference(operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
@@ -300,7 +301,7 @@ class _Tuning:
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             brief=brief,
-            reference=reference(self.operation, self.problem, self.runner),
+            reference=self.reference,
         )
         self.writer.write(lambda store: store.put(record))
         return record
@@ -378,7 +379,7 @@ class _Tuning:
         budget = max(self.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
         whole = [candidate.whole() for candidate in candidates]
-        equal = EqualPrograms(whole, self.fingerprint, trials)
+        equal = EqualPrograms(whole, lambda index: self.fingerprint(candidates[index]), trials)
         patience, sampler = PATIENCE if budget <= BUDGET else MORE_PATIENCE, sampler_of(self.sampler, seed)
         search = Search(
             whole, budget=budget, seed=seed, first=first, known=known, patience=patience, sampler=sampler, same=equal
@@ -451,8 +452,8 @@ class _Tuning:
 
     def _finalist(self, index: int) -> Task:
         if index not in self._finalists:
-            task = self._task(index, self.repetitions)
-            self._finalists[index] = identified(task, self.runner.hardware.target)
+            own = f"{self.trials.ended[index].fingerprint} {self.reference}".strip()
+            self._finalists[index] = dataclasses.replace(self._task(index, self.repetitions), fingerprint=own)
         return self._finalists[index]
 
     def _confirm(self, index: int) -> Failure | None:

@@ -256,18 +256,10 @@ def test_candidates_that_are_wrong_or_do_not_build_are_reported_and_the_right_on
     assert "pallas" in {entry.backend for entry in record.entries}
 
 
-def test_a_reference_of_another_shape_is_told_at_the_first_use():
+def test_a_reference_of_another_shape_is_told_by_a_search():
     function = added(reference=lambda x: x.sum(), name="other_shape")
-    for use in (
-        lambda: scheduler.tune(function, {"x": "float32[8]"}, budget=3),
-        lambda: function(jnp.zeros(8)),
-        lambda: jax.jit(function)(jnp.zeros(8)),
-        lambda: jax.grad(lambda x: function(x).sum())(jnp.zeros(8)),
-    ):
-        with pytest.raises(
-            DeclarationError, match=r"returns float32\[8\] for x=float32\[8\], and its reference float32"
-        ):
-            use()
+    with pytest.warns(RuntimeWarning, match=r"2 of 2 .* failed: verify: the result is float32\[8\] instead of float32"):
+        scheduler.tune(function, {"x": "float32[8]"}, budget=3)
 
 
 @pytest.mark.parametrize("result", [{"y": 1}, (), None, "text"])
