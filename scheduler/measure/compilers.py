@@ -87,7 +87,10 @@ class Helper:
             self.pid = None
             raise
         write_files(files, self._directory)
-        return result_of(decode(answer))
+        if (result := result_of(decode(answer))).retryable:  # the other host failed, not the candidate
+            self.pid = None
+            raise HelperLost(str(result.outcome))
+        return result
 
 
 def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
@@ -169,7 +172,7 @@ class Compilers:
         compiles. A warning reports this once.
 
         Raises:
-          WorkerError: a defect of this package, not of the candidate; or the processes were stopped.
+          WorkerError: the processes were stopped.
           CandidateFailed: the candidate raised an exception and `task.raising` is set.
         """
         return self._answered(request_for(task, do, programs=programs), task, timeouts)
@@ -206,6 +209,8 @@ class Compilers:
                     self._release(process)
                 else:
                     self._refuse(WorkerError("a compile process was lost and cannot be restarted"))
+        if result.refused:
+            self._warn(result.refused)
         if result.outcome is None:
             assert result.programs is not None
             return result.programs
@@ -254,10 +259,16 @@ class Compilers:
                     continue
                 if self._closed:
                     raise WorkerError("the worker processes were stopped")
-                if not self._warned:
-                    self._warned = True
-                    text.warn_safely(f"the measuring process compiles candidates one by one: {self._refusals[0]}")
-                return None
+                refused = str(self._refusals[0])
+            self._warn(refused)
+            return None
+
+    def _warn(self, refused: str) -> None:
+        """Warns once that the measuring process compiles."""
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            text.warn_safely(f"the measuring process compiles candidates one by one: {refused}")
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
         """Returns the most urgent waiting request that this process may take.

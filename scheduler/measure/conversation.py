@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import os
+import resource
 import signal
 import socket
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
+
+import jax
 
 from scheduler.core import fingerprints
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Measurement
-from scheduler.measure.build import first_line
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.build import describe_exception, first_line
 from scheduler.measure.protocol import (
     Answer,
-    Defect,
     Init,
     InitFailed,
     Message,
@@ -36,6 +41,7 @@ from scheduler.measure.protocol import (
 )
 from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.measure.subprocess_pipe import Limit
+from scheduler.measure.worker_process import working_directory
 from scheduler.model.cost import CostModel
 from search_spaces import load
 from search_spaces.checking import shared_in
@@ -177,30 +183,55 @@ def mismatch_reason(request: Request, target: Target) -> str:
     )
 
 
-def reply_of(answer: Callable[[], Answer]) -> Reply:
-    """Returns the answer, or the message for the exception that it raised."""
+def reply_of(answer: Callable[[], Answer], raising: bool) -> Reply:
+    """Returns the answer, or the message for the exception that it raised.
+
+    An exception outside of the candidate's code has one of three causes: the candidate damaged its process, the host
+    lacks something, or this package has a defect. The request is retried in a new process, and then fails alone.
+    """
     try:
         return answer()
     except CandidateFailed as failed:  # the task has `raising` set
         return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-    except BaseException:  # a defect: the parent raises it, with the whole traceback
-        return Defect(traceback.format_exc())
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        detail = f"{describe_exception(error)}, outside of any candidate ({Path(last.filename).name}:{last.lineno})"
+        if raising:
+            return Raised(detail, traceback.format_exc())
+        return Answer(Failure("worker", detail), retryable=True, fatal=detail)
+
+
+def _shared_state() -> dict[str, Any]:
+    """Returns what a candidate may change in its process to the harm of later ones, by name."""
+    return {
+        "the working directory": working_directory(),
+        "the limit of open files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "a timer": any(signal.getitimer(signal.ITIMER_REAL)),
+        "the imported modules": [sys.modules.get(name) for name in ("jax", "scheduler", "search_spaces")],
+        "the output streams": [stream is None or stream.closed for stream in (sys.stdout, sys.stderr)],
+        **{f"the setting {name}": value for name, value in jax.config.values.items()},
+    }
 
 
 def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], None]) -> None:
-    def answer(line: str) -> Answer:
-        request = decode(line)
-        assert isinstance(request, Request)
+    def answer(request: Request) -> Answer:
         operation = load(request.operation)
         problem = operation.problem.from_canonical(request.problem, request.reference)
-        if request.do != "trace":
-            return service.answer(request)
-        kernel = operation.kernel(request.backend)
-        found = fingerprints.of_schedule(kernel, problem, request.schedule, service.target)
-        return Answer(None, programs=Programs(fingerprint=found))
+        before = _shared_state()
+        if request.do == "trace":
+            kernel = operation.kernel(request.backend)
+            traced = fingerprints.of_schedule(kernel, problem, request.schedule, service.target)
+            found = Answer(None, programs=Programs(fingerprint=traced))
+        else:
+            found = service.answer(request)
+        after = _shared_state()
+        changed = [name for name, value in before.items() if after.get(name) != value]
+        return dataclasses.replace(found, fatal=f"it changed {', '.join(changed)}") if changed else found
 
     for line in requests:
-        reply = reply_of(functools.partial(answer, line))
+        request = decode(line)
+        assert isinstance(request, Request)
+        reply = reply_of(functools.partial(answer, request), request.raising)
         send(reply)
         if isinstance(reply, Answer) and reply.fatal:
             os._exit(0)  # skips destructors: their behaviour with a broken CUDA context is undefined

@@ -126,7 +126,8 @@ class Answer:
       retryable: the cause may not be the candidate; the request should be retried in another process.
       fatal: why this process ends now; "" if it continues to serve requests.
       programs: the programs that a compile process compiled.
-      refused: why the measuring process compiled a program instead of loading it; "" if it loaded all programs.
+      refused: why the measuring process compiled a program instead of loading it, or why a compile process stored none;
+        "" otherwise.
     """
 
     outcome: Outcome | None
@@ -138,20 +139,13 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The end of a request with `raising` set: the exception of the candidate, and its traceback."""
+    """The end of a request with `raising` set: the exception and its traceback."""
 
     text: str
     trace: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Defect:
-    """The end of a request that hit a defect of this package, not of the candidate."""
-
-    trace: str
-
-
-Reply = Answer | Raised | Defect
+Reply = Answer | Raised
 Message = Init | Ready | InitFailed | Request | StepStarted | Reply
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
@@ -165,7 +159,6 @@ _TYPES: dict[str, Any] = {
         StepStarted,
         Answer,
         Raised,
-        Defect,
         Target,
         Measurement,
         Failure,

@@ -19,7 +19,6 @@ MESSAGES = [
     protocol.Answer(Measurement(0.1 + 0.2, (0.1, 1e-9), "cupti", "cold")),
     protocol.Answer(Failure("memory", 'all "gone"'), retryable=True, fatal="no memory"),
     protocol.Raised("it", "Traceback:\n  ..."),
-    protocol.Defect("Traceback:\n  ..."),
 ]
 
 
