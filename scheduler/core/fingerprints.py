@@ -26,15 +26,24 @@ class Changed(str):
     __slots__ = ()
 
 
-class Fingerprinted(Protocol):
-    """A schedule with the fingerprint from its measurement: an entry or a trial."""
+class Chosen(Protocol):
+    """A schedule of a backend."""
 
     @property
     def backend(self) -> str: ...
     @property
     def schedule(self) -> Schedule: ...
+
+
+class Fingerprinted(Chosen, Protocol):
+    """A schedule with the fingerprint from its measurement: an entry or a trial."""
+
     @property
     def fingerprint(self) -> str: ...
+
+
+# Returns the current fingerprint of a schedule of one problem.
+Tracer = Callable[[Chosen], str]
 
 
 def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, target: Target) -> str:
@@ -69,6 +78,7 @@ def changed(
     *,
     reference: str,
     jax_version: str,
+    tracer: Tracer | None = None,
 ) -> Changed | None:
     """Returns which kernel or reference changed since these schedules were measured, or None.
 
@@ -78,10 +88,12 @@ def changed(
     Args:
       reference: the stored fingerprint of the reference, or "".
       jax_version: the version of JAX that made the stored fingerprints.
+      tracer: traces schedules; None traces them in this process.
     """
+    tracer = tracer or (lambda one: of_schedule(operation.kernel(one.backend), problem, one.schedule, target))
     for then in measured:
         if then.fingerprint and then.backend in operation.backends:
-            now = of_schedule(operation.kernel(then.backend), problem, then.schedule, target)
+            now = tracer(then)
             if now and now != then.fingerprint:
                 subject = f"the {then.backend} kernel ({choice_text(then.backend, then.schedule)})"
                 return _changed(subject, jax_version)

@@ -122,7 +122,10 @@ class Compilers:
 
     def __init__(self, count: int, users: int = 1) -> None:
         self.count, self._users = count, users
-        self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise WorkerError(f"no directory for compiled programs: {error}; free space, or set TMPDIR") from error
         self.directory = Path(self._folder.name)
         self._children = Children()
         self._main = Compiler(self._folder.name)

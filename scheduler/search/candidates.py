@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.core import fingerprints, records
+from scheduler.core import fingerprints
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Point, Schedule, Versioned, point_of, versioned
 from scheduler.core.text import warn_safely
@@ -120,14 +120,14 @@ def collect(
     return Candidates(candidates, seeds, size, dropped, versions)
 
 
-def traced_by(operation: Operation[Any], problem: Problem, runner: Runner) -> Callable[[records.Candidate], str]:
-    """Returns a function from a candidate to its fingerprint; "" for a kernel with a version number.
+def traced_by(operation: Operation[Any], problem: Problem, runner: Runner) -> fingerprints.Tracer:
+    """Returns a function from a schedule to its fingerprint; "" for a kernel with a version number.
 
-    The runner traces each candidate once.
+    The runner traces each schedule once.
     """
     traced: dict[Point, str] = {}
 
-    def fingerprint(which: records.Candidate) -> str:
+    def fingerprint(which: fingerprints.Chosen) -> str:
         if operation.kernel(which.backend).version != fingerprints.BY_PROGRAM:
             return ""
         if (point := _point(which)) not in traced:
@@ -186,7 +186,7 @@ class EqualPrograms:
                     )
 
 
-def _point(candidate: records.Candidate) -> Point:
+def _point(candidate: fingerprints.Chosen) -> Point:
     return point_of(candidate.backend, candidate.schedule)
 
 

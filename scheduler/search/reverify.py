@@ -151,7 +151,8 @@ def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _Rec
     except ValueError as error:
         return VerifyResult(record, "broken", f"its problem is no longer valid for {operation.name}: {error}")
     own = dataclasses.replace(record, imported=None)  # verifies what may not be used before
-    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own), str):
+    tracer = traced_by(operation, problem, runner)
+    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own, tracer=tracer), str):
         return VerifyResult(record, "broken", f"{reason}; tune it again")
     try:
         runner.capacity(operation, problem, record.winner.measurement.l2)

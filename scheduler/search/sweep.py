@@ -15,6 +15,7 @@ from typing import Any
 from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate, RecordingError
+from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
@@ -130,7 +131,7 @@ def sweep(
     return recorder.sweep, trials
 
 
-def _require_unchanged(trials: Sequence[Trial], fingerprint: Callable[[Trial], str], path: Path) -> None:
+def _require_unchanged(trials: Sequence[Trial], fingerprint: Tracer, path: Path) -> None:
     """Raises RecordingError if a kernel was edited after the recording was started."""
     for trial in trials:
         if trial.fingerprint and trial.fingerprint != fingerprint(trial):

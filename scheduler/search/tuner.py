@@ -140,7 +140,7 @@ def tune(
       TakesHours: the search would take too long in interpret mode; the message suggests alternatives.
       CandidateFailed: the first failure, if `first_error` is set; chained to the candidate's exception, if there is
         one.
-      WorkerError: the workers cannot start, or a defect of the program, not of a candidate, was found.
+      WorkerError: the workers cannot start.
       UnknownChip: the chip is not in the hardware table, so no candidate can be chosen.
     """
     budget = arguments.checked_integer("budget", trials(budget, effort))
@@ -156,14 +156,14 @@ def tune(
             stack.callback(runner.close)
         runner.capacity(operation, problem, l2)  # raises if the problem does not fit in memory, before a store is read
         if store is not None:
-            hardware = runner.hardware
+            hardware, tracer = runner.hardware, traced_by(operation, problem, runner)
             if not (force or first_error):
-                known = is_current(operation, problem, hardware, store, backends=backends, l2=l2)
+                known = is_current(operation, problem, hardware, store, backends=backends, l2=l2, tracer=tracer)
                 if isinstance(known, Record):
                     return known
             made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
             # A backend that failed for the other process would fail for this one, too.
-            if made is not None and stale_reason(operation, problem, hardware, made, backends, l2) is None:
+            if made is not None and not stale_reason(operation, problem, hardware, made, backends, l2, tracer=tracer):
                 return made
         return search(
             operation,
@@ -233,8 +233,7 @@ class _Tuning:
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.writer = BestEffortWriter(store)
-        self.fingerprint = traced_by(operation, problem, runner)
-        self.reference = reference(operation, problem, runner)
+        self.fingerprint, self.reference = traced_by(operation, problem, runner), reference(operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
