@@ -431,9 +431,10 @@ def test_a_mosaic_gpu_kernel_is_rehearsed_on_a_cpu():
 # Names, processes, and sources that change.
 
 
-def test_workers_find_it_by_its_file(tmp_path):
+def test_workers_find_it_by_its_file_and_what_it_prints_is_not_in_the_json(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(OWN)
+    loud = OWN.replace("def body(x_ref", "print('traced')\n    def body(x_ref")
+    path.write_text(loud + "\nimport os\nprint('imported')\nos.system('echo a child process')\n")
     tune_it = ["tune", f"{path}:bias_gelu", "x=float32[8,64]", "bias=float32[64]", "--workers", "1", "--json"]
     ended = subprocess.run(
         [sys.executable, "-m", "scheduler", *tune_it],
