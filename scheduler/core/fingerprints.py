@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from scheduler.core.interrupts import in_fresh_thread
+from scheduler.core import interrupts
 from scheduler.core.records import Schedule, choice_text
 from search_spaces.fingerprint import fingerprint
 from search_spaces.kernel import Kernel
@@ -110,7 +110,7 @@ def _isolated(call: Callable[[], str]) -> str:
     """
     specs = (getattr(module, "__spec__", None) for module in sys.modules.copy().values())
     importing = any(getattr(spec, "_initializing", False) for spec in specs)
-    return call() if importing else in_fresh_thread(call)
+    return call() if importing else interrupts.in_fresh_thread(call)
 
 
 def _changed(subject: str, jax_version: str) -> Changed | None:
@@ -122,5 +122,6 @@ def _changed(subject: str, jax_version: str) -> Changed | None:
 def _traced(run: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:
     try:
         return fingerprint(run, operands)
-    except Exception as error:  # kernels raise anything; a call raises the same error, or never selects the kernel
+    except BaseException as error:  # kernels raise anything; a call raises the same error, or never selects the kernel
+        interrupts.reraise(error)
         return f"raises {type(error).__name__}"

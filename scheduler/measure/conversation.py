@@ -201,6 +201,10 @@ def reply_of(answer: Callable[[], Answer], raising: bool) -> Reply:
         return Answer(Failure("worker", detail), retryable=True, fatal=detail)
 
 
+# Settings that change what JAX traces. JAX itself changes others, such as those of its cache.
+_SETTINGS = ("jax_enable_x64", "jax_disable_jit", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+
+
 def _shared_state() -> dict[str, Any]:
     """Returns what a candidate may change in its process to the harm of later ones, by name."""
     return {
@@ -209,7 +213,7 @@ def _shared_state() -> dict[str, Any]:
         "a timer": any(signal.getitimer(signal.ITIMER_REAL)),
         "the imported modules": [sys.modules.get(name) for name in ("jax", "scheduler", "search_spaces")],
         "the output streams": [stream is None or stream.closed for stream in (sys.stdout, sys.stderr)],
-        **{f"the setting {name}": value for name, value in jax.config.values.items()},
+        **{name: jax.config.values[name] for name in _SETTINGS},
     }
 
 
@@ -219,13 +223,14 @@ def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], 
         problem = operation.problem.from_canonical(request.problem, request.reference)
         before = _shared_state()
         if request.do == "trace":
+            send(StepStarted("lower"))
             kernel = operation.kernel(request.backend)
             traced = fingerprints.of_schedule(kernel, problem, request.schedule, service.target)
             found = Answer(None, programs=Programs(fingerprint=traced))
         else:
             found = service.answer(request)
         after = _shared_state()
-        changed = [name for name, value in before.items() if after.get(name) != value]
+        changed = [name for name, value in before.items() if after[name] != value]
         return dataclasses.replace(found, fatal=f"it changed {', '.join(changed)}") if changed else found
 
     for line in requests:
