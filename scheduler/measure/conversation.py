@@ -21,6 +21,7 @@ import jax
 
 from scheduler.core import fingerprints
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.build import describe_exception, first_line
@@ -48,6 +49,7 @@ from search_spaces.checking import shared_in
 from search_spaces.configuration import measurements
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 # In seconds. The other values bound the timeouts that adapt to measured durations.
@@ -186,19 +188,23 @@ def mismatch_reason(request: Request, target: Target) -> str:
 def reply_of(answer: Callable[[], Answer], raising: bool) -> Reply:
     """Returns the answer, or the message for the exception that it raised.
 
-    An exception outside of the candidate's code has one of three causes: the candidate damaged its process, the host
-    lacks something, or this package has a defect. The request is retried in a new process, and then fails alone.
+    An exception outside of the candidate's code and of its declaration has one of three causes: the candidate damaged
+    its process, the host lacks something, or this package has a defect. The request is retried in a new process, and
+    then fails alone.
     """
     try:
         return answer()
     except CandidateFailed as failed:  # the task has `raising` set
         return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
     except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        detail = f"{describe_exception(error)}, outside of any candidate ({Path(last.filename).name}:{last.lineno})"
+        detail, innermost = describe_exception(error), next(calls(error), None)
+        declared = isinstance(error, DeclarationError) or (innermost is not None and innermost.owner == "user")
+        if not declared:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            detail += f", outside of any candidate ({Path(last.filename).name}:{last.lineno})"
         if raising:
             return Raised(detail, traceback.format_exc())
-        return Answer(Failure("worker", detail), retryable=True, fatal=detail)
+        return Answer(Failure("worker", detail), retryable=not declared, fatal="" if declared else detail)
 
 
 # Settings that change what JAX traces. JAX itself changes others, such as those of its cache.
