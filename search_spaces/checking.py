@@ -134,7 +134,11 @@ def _shared(name: str, lower: Callable[[], Any]) -> Program:
     directory = _DIRECTORY.get()
     assert directory is not None
     path = directory / hashlib.sha256(name.encode()).hexdigest()
-    with open(path.with_suffix(".lock"), "w") as lock:
+    try:
+        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115 (closed below)
+    except OSError:  # the directory is full, or was removed: each process compiles for itself
+        return _compile(lower()) if _ELSEWHERE.get() is None else _not_here
+    with lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)  # a second process waits for the first, and then loads
         if not path.exists():
             program = _compile(lower())

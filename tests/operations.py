@@ -350,6 +350,15 @@ class NotedLibrary(LibraryKernel[NotedProblem]):
 NOTED = Operation("noted", NotedProblem, (Noted(), NotedLibrary()))
 
 
+class Unnumbered(Noted):
+    """Known by its program, which is traced to tell an edit."""
+
+    version = 0
+
+
+UNNUMBERED = Operation("unnumbered", NotedProblem, (Unnumbered(), DoubleLibrary()))
+
+
 @dataclasses.dataclass(frozen=True)
 class GreedyProblem(DoubleProblem):
     """Its kernel finds no memory while it runs, and says so after `waits_s` seconds, as XLA's allocator."""

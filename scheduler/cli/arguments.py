@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from scheduler.cli.terminal import say
+from scheduler.cli.terminal import reserve_stdout, say
 from scheduler.core import files
 from scheduler.core.arguments import MOST, MOST_SEED
 from scheduler.core.errors import SchedulerError, StoreError
@@ -45,7 +45,7 @@ OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.mod
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
 
 
 HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]

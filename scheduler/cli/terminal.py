@@ -9,8 +9,9 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
+import typer
 from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_COLUMNS = 1000
+_json_stream: TextIO | None = None  # None: standard output
 
 
 def console_here() -> Console:
@@ -64,8 +66,33 @@ def print_command(command: str) -> None:
     print(f"  {printable(command)}")
 
 
+@contextlib.contextmanager
+def _stdout_for_json() -> Iterator[None]:
+    global _json_stream
+    stdout, _json_stream = sys.stdout, sys.stdout
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the stream has no descriptor: it is not the standard output of a process
+            descriptor = stdout.fileno()
+            stdout.flush()
+            _json_stream = stack.enter_context(open(os.dup(descriptor), "w", encoding=stdout.encoding))
+            os.dup2(sys.stderr.fileno(), descriptor)
+            stack.callback(os.dup2, _json_stream.fileno(), descriptor)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def reserve_stdout(context: typer.Context, as_json: bool) -> bool:
+    """Reserves standard output for `print_json` until the command ends, if `as_json` is set.
+
+    What a module or a kernel of the user prints goes to standard error.
+    """
+    if as_json:
+        context.with_resource(_stdout_for_json())
+    return as_json
+
+
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))
+    print(json.dumps(value, indent=2, allow_nan=False), file=_json_stream, flush=True)
 
 
 def say(message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from scheduler.core.interrupts import in_fresh_thread
+from scheduler.core import interrupts
 from scheduler.core.records import Schedule, choice_text
 from search_spaces.fingerprint import digest, fingerprint
 from search_spaces.kernel import Kernel
@@ -27,15 +27,24 @@ class Changed(str):
     __slots__ = ()
 
 
-class Fingerprinted(Protocol):
-    """A schedule with the fingerprint from its measurement: an entry or a trial."""
+class Chosen(Protocol):
+    """A schedule of a backend."""
 
     @property
     def backend(self) -> str: ...
     @property
     def schedule(self) -> Schedule: ...
+
+
+class Fingerprinted(Chosen, Protocol):
+    """A schedule with the fingerprint from its measurement: an entry or a trial."""
+
     @property
     def fingerprint(self) -> str: ...
+
+
+# Returns the current fingerprint of a schedule of one problem.
+Tracer = Callable[[Chosen], str]
 
 
 def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, target: Target) -> str:
@@ -84,6 +93,7 @@ def changed(
     reference: str,
     jax_version: str,
     legal: str = "",
+    tracer: Tracer | None = None,
 ) -> Changed | None:
     """Returns which kernel or reference changed since these schedules were measured, or None.
 
@@ -94,12 +104,14 @@ def changed(
       reference: the stored fingerprint of the reference, or "".
       jax_version: the version of JAX that made the stored fingerprints.
       legal: the stored digest of the legal schedules, or "".
+      tracer: traces schedules; None traces them in this process.
     """
     if legal and of_legal(operation, problem, target) not in (legal, ""):
         return Changed("the choices or rules have changed since it was measured")
+    tracer = tracer or (lambda one: of_schedule(operation.kernel(one.backend), problem, one.schedule, target))
     for then in measured:
         if then.fingerprint and then.backend in operation.backends:
-            now = of_schedule(operation.kernel(then.backend), problem, then.schedule, target)
+            now = tracer(then)
             if now and now != then.fingerprint:
                 subject = f"the {then.backend} kernel ({choice_text(then.backend, then.schedule)})"
                 return _changed(subject, jax_version)
@@ -116,7 +128,7 @@ def _isolated(call: Callable[[], str]) -> str:
     """
     specs = (getattr(module, "__spec__", None) for module in sys.modules.copy().values())
     importing = any(getattr(spec, "_initializing", False) for spec in specs)
-    return call() if importing else in_fresh_thread(call)
+    return call() if importing else interrupts.in_fresh_thread(call)
 
 
 def _changed(subject: str, jax_version: str) -> Changed | None:
@@ -128,5 +140,6 @@ def _changed(subject: str, jax_version: str) -> Changed | None:
 def _traced(run: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:
     try:
         return fingerprint(run, operands)
-    except Exception as error:  # kernels raise anything; a call raises the same error, or never selects the kernel
+    except BaseException as error:  # kernels raise anything; a call raises the same error, or never selects the kernel
+        interrupts.reraise(error)
         return f"raises {type(error).__name__}"

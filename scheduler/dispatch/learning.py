@@ -274,6 +274,7 @@ class _Bounded:
     def __init__(self, learner: Learner, runner: Runner, key: Key) -> None:
         self.hardware, self.environment = runner.hardware, runner.environment
         self.reserve, self.others, self.close = runner.reserve, runner.others, runner.close
+        self.fingerprint = runner.fingerprint
         self._learner, self._runner, self._key = learner, runner, key
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:

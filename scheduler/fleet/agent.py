@@ -249,7 +249,7 @@ class CompileAgent:
         assert isinstance(request, Request)
         assert self._timeouts is not None, "`begin` comes first"
         write_files(files, self._compilers.directory)
-        reply = reply_of(functools.partial(self._answer, request, self._timeouts))
+        reply = reply_of(functools.partial(self._answer, request, self._timeouts), request.raising)
         if not isinstance(reply, Answer) or reply.programs is None:
             return encode(reply), {}
         made = read_files(reply.programs, self._compilers.directory)

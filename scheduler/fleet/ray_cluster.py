@@ -85,6 +85,9 @@ class RayExecutor:
         self.hardware = chips.describe(Target(**description["target"]))
         self._environment = Environment(**description["environment"])
 
+    def tracer(self, task: Task) -> None:
+        return None
+
     def open(self) -> None:
         """Waits for a lost actor; Ray restarts it up to `RESTARTS` times if its host is still there."""
         ray = _ray()

@@ -61,8 +61,8 @@ class InPlace:
         """
         found = RegionComparison(region)
         first, last = region.stages[0], region.stages[-1]
-        early = _above((*first.inputs, *first.results), region.roots)
-        late = [x for x in region.roots if x not in early] if len(region.stages) > 1 else []
+        early = _above((*first.inputs, *first.results), region.roots) if len(region.stages) > 1 else [*region.roots]
+        late = [x for x in region.roots if x not in early]
 
         def observe(*args: Any) -> None:
             count = len(region.roots)

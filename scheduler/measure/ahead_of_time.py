@@ -15,13 +15,13 @@ from typing import Any
 from scheduler.core.chip_table import GIB, NOT_HERE
 from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Failure, Finding, Outcome
+from scheduler.core.records import L2, Failure, Outcome
 from scheduler.measure import estimate, protocol
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children, Limit
-from scheduler.measure.worker_process import WorkerProcess, cores, inherited, request_for, stop_all
+from scheduler.measure.worker_process import WorkerProcess, WorkerResult, cores, inherited, request_for, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -104,14 +104,18 @@ class AheadOfTime:
         return contextlib.nullcontext()
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        outcome = self._asked(task, "measure")
+        outcome = self._asked(task, "measure").outcome
         assert isinstance(outcome, Outcome)
         return outcome
 
     def confirm(self, task: Task) -> Failure | None:
-        outcome = self._asked(task, "confirm")
+        outcome = self._asked(task, "confirm").outcome
         # A timeout or a crash of the interpreter does not show that the candidate is wrong.
         return outcome if isinstance(outcome, Failure) and outcome.stage == "verify" else None
+
+    def fingerprint(self, task: Task) -> str:
+        found = self._asked(task, "trace")
+        return f"raises {found.outcome}" if found.programs is None else found.programs.fingerprint
 
     def others(self) -> int:
         return 0
@@ -122,13 +126,13 @@ class AheadOfTime:
         self._children.shut_down()
         self._folder.cleanup()
 
-    def _asked(self, task: Task, do: protocol.Do) -> Outcome | Finding:
+    def _asked(self, task: Task, do: protocol.Do) -> WorkerResult:
         request = request_for(task, do)
         worker = self._free.get()
         try:
             if worker.pid is None and (refused := worker.begin()) is not None:
                 raise refused
-            return worker.request(request, self._limit(task, do), self._timeouts.record_compile).outcome
+            return worker.request(request, self._limit(task, do), self._timeouts.record_compile)
         finally:
             self._free.put(worker)
 

@@ -325,6 +325,9 @@ def save(built: Built, path: Path) -> bool:
     """Writes a compiled candidate to a file atomically; returns False if JAX cannot serialize it.
 
     JAX cannot serialize a program that calls Python, such as an interpreted GPU kernel.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     try:
         executable = serialize_executable.serialize(built.run)
@@ -332,8 +335,12 @@ def save(built: Built, path: Path) -> bool:
     except Exception:  # any exception of a backend
         return False
     unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError:  # a full disk keeps nothing of it
+        unfinished.unlink(missing_ok=True)
+        raise
     return True
 
 

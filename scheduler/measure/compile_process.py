@@ -6,6 +6,7 @@ It compiles candidates for a chip that it does not see, and writes them to files
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -34,8 +35,9 @@ from search_spaces.problem import Problem
 
 # A compiler leaks some memory with each program. A process that holds more than this is replaced.
 MOST_BYTES = 2 * GIB
-# A Linux nice value: 19 is the lowest priority, with 1/68 of the weight of the default 0.
-LOWEST_PRIORITY = 19
+# A Linux nice value, with a third of the weight of the default 0 (sched_prio_to_weight in kernel/sched/core.c). The
+# lowest priority, 19, has 1/68: beside another user's busy process, a search would stand still.
+LOWER_PRIORITY = 5
 
 
 class Compiling:
@@ -60,27 +62,37 @@ class Compiling:
     def answer(self, request: Request) -> Answer:
         """Compiles the requested programs.
 
-        The answer holds the program files of the candidate, or the reason why it failed.
+        The answer holds the program files of the candidate, or the reason why it failed. If files cannot be stored, it
+        holds none, and the measuring process compiles.
         """
         self._announce("prepare")
-        operation = load(request.operation)
-        problem, kernel = operation.problem.from_canonical(request.problem), operation.kernel(request.backend)
-        found: Programs | Failure
-        if request.do == "prepare":
-            prepare(problem, self._device, request.part)
-            found = Programs()
-        elif request.do == "measure":
-            with self._lowering():
-                built = self._builder.build(kernel, problem, request.schedule, raising=request.raising)
-            found = built if isinstance(built, Failure) else Programs(self._save(built))
-        elif other := mismatch_reason(request, self.target):
-            found = Failure("verify", other)
-        else:
-            with self._lowering():
-                found = self._confirmation_programs(kernel, problem, request)
+        refused = ""
+        try:
+            found = self._compiled(request)
+        except OSError as error:  # the shared directory is full, or was removed
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            found, refused = Programs(), f"{error}; free space in {self._directory.parent}, or set TMPDIR"
         resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         fatal = f"it held {resident_bytes / GIB:.1f} GiB" if resident_bytes > MOST_BYTES else ""
-        return Answer(found, fatal=fatal) if isinstance(found, Failure) else Answer(None, fatal=fatal, programs=found)
+        if isinstance(found, Failure):
+            return Answer(found, fatal=fatal)
+        return Answer(None, fatal=fatal, programs=found, refused=refused)
+
+    def _compiled(self, request: Request) -> Programs | Failure:
+        operation = load(request.operation)
+        problem, kernel = operation.problem.from_canonical(request.problem), operation.kernel(request.backend)
+        if request.do == "prepare":
+            prepare(problem, self._device, request.part)
+            return Programs()
+        if request.do == "measure":
+            with self._lowering():
+                built = self._builder.build(kernel, problem, request.schedule, raising=request.raising)
+            return built if isinstance(built, Failure) else Programs(self._save(built))
+        if other := mismatch_reason(request, self.target):
+            return Failure("verify", other)
+        with self._lowering():
+            return self._confirmation_programs(kernel, problem, request)
 
     def _confirmation_programs(
         self, kernel: Kernel[Any, Any], problem: Problem, request: Request
@@ -109,14 +121,14 @@ class Compiling:
 
 
 def _yield_to_others() -> None:
-    """Gives this process the lowest CPU priority, so that the measuring process does not wait for it.
+    """Gives this process a lower CPU priority, so that the measuring process rarely waits for it.
 
     Each process of a pool is the leader of its own Unix session. If Linux groups processes by Unix session (autogroup),
     as on desktops, the priority of the group applies, so it is set too.
     """
-    os.nice(LOWEST_PRIORITY)
+    os.nice(LOWER_PRIORITY)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(LOWEST_PRIORITY))
+        Path("/proc/self/autogroup").write_text(str(LOWER_PRIORITY))
 
 
 def _main(channel: socket.socket) -> None:

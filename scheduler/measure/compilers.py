@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from scheduler.measure.runner import Task
 
 # The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
-# A search ends when its finalists are confirmed.
-URGENCY: tuple[Do, ...] = ("prepare", "confirm", "measure")
+# A search ends when its finalists are confirmed, and cannot choose the next candidate before the last one is traced.
+URGENCY: tuple[Do, ...] = ("trace", "prepare", "confirm", "measure")
 # The host memory that a compile process takes.
 PROCESS_BYTES = GIB
 
@@ -87,7 +87,10 @@ class Helper:
             self.pid = None
             raise
         write_files(files, self._directory)
-        return result_of(decode(answer))
+        if (result := result_of(decode(answer))).retryable:  # the other host failed, not the candidate
+            self.pid = None
+            raise HelperLost(str(result.outcome))
+        return result
 
 
 def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
@@ -119,7 +122,10 @@ class Compilers:
 
     def __init__(self, count: int, users: int = 1) -> None:
         self.count, self._users = count, users
-        self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise WorkerError(f"no directory for compiled programs: {error}; free space, or set TMPDIR") from error
         self.directory = Path(self._folder.name)
         self._children = Children()
         self._main = Compiler(self._folder.name)
@@ -169,7 +175,7 @@ class Compilers:
         compiles. A warning reports this once.
 
         Raises:
-          WorkerError: a defect of this package, not of the candidate; or the processes were stopped.
+          WorkerError: the processes were stopped.
           CandidateFailed: the candidate raised an exception and `task.raising` is set.
         """
         return self._answered(request_for(task, do, programs=programs), task, timeouts)
@@ -206,6 +212,8 @@ class Compilers:
                     self._release(process)
                 else:
                     self._refuse(WorkerError("a compile process was lost and cannot be restarted"))
+        if result.refused:
+            self._warn(result.refused)
         if result.outcome is None:
             assert result.programs is not None
             return result.programs
@@ -254,10 +262,16 @@ class Compilers:
                     continue
                 if self._closed:
                     raise WorkerError("the worker processes were stopped")
-                if not self._warned:
-                    self._warned = True
-                    text.warn_safely(f"the measuring process compiles candidates one by one: {self._refusals[0]}")
-                return None
+                refused = str(self._refusals[0])
+            self._warn(refused)
+            return None
+
+    def _warn(self, refused: str) -> None:
+        """Warns once that the measuring process compiles."""
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            text.warn_safely(f"the measuring process compiles candidates one by one: {refused}")
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
         """Returns the most urgent waiting request that this process may take.

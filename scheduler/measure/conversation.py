@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import os
+import resource
 import signal
 import socket
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
+
+import jax
 
 from scheduler.core import fingerprints
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Measurement
-from scheduler.measure.build import first_line
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.build import describe_exception, first_line
 from scheduler.measure.protocol import (
     Answer,
-    Defect,
     Init,
     InitFailed,
     Message,
+    Programs,
     Raised,
     Ready,
     Reply,
@@ -35,12 +42,14 @@ from scheduler.measure.protocol import (
 )
 from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.measure.subprocess_pipe import Limit
+from scheduler.measure.worker_process import working_directory
 from scheduler.model.cost import CostModel
 from search_spaces import load
 from search_spaces.checking import shared_in
 from search_spaces.configuration import measurements
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+from search_spaces.space import DeclarationError
 from search_spaces.target import Target
 
 # In seconds. The other values bound the timeouts that adapt to measured durations.
@@ -162,7 +171,7 @@ def converse(begin: Begin, channel: socket.socket) -> None:
 
 
 def mismatch_reason(request: Request, target: Target) -> str:
-    """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
+    """Explains why this process loads a different candidate than the one in the request; "" if it does not."""
     if not request.fingerprint:
         return ""
     operation = load(request.operation)
@@ -171,31 +180,69 @@ def mismatch_reason(request: Request, target: Target) -> str:
     if own == request.fingerprint:
         return ""
     return (
-        f"a worker process loads another version of {request.operation} than the process that tunes it: a value was "
-        "changed after the import there, or the file was edited meanwhile"
+        f"a worker process loads another version of {request.operation} than the process that traced it first: the "
+        "file was edited meanwhile, or a value that it reads was changed"
     )
 
 
-def reply_of(answer: Callable[[], Answer]) -> Reply:
-    """Returns the answer, or the message for the exception that it raised."""
+def reply_of(answer: Callable[[], Answer], raising: bool) -> Reply:
+    """Returns the answer, or the message for the exception that it raised.
+
+    An exception outside of the candidate's code and of its declaration has one of three causes: the candidate damaged
+    its process, the host lacks something, or this package has a defect. The request is retried in a new process, and
+    then fails alone.
+    """
     try:
         return answer()
     except CandidateFailed as failed:  # the task has `raising` set
         return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-    except BaseException:  # a defect: the parent raises it, with the whole traceback
-        return Defect(traceback.format_exc())
+    except BaseException as error:
+        detail, innermost = describe_exception(error), next(calls(error), None)
+        declared = isinstance(error, DeclarationError) or (innermost is not None and innermost.owner == "user")
+        if not declared:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            detail += f", outside of any candidate ({Path(last.filename).name}:{last.lineno})"
+        if raising:
+            return Raised(detail, traceback.format_exc())
+        return Answer(Failure("worker", detail), retryable=not declared, fatal="" if declared else detail)
+
+
+# Settings that change what JAX traces. JAX itself changes others, such as those of its cache.
+_SETTINGS = ("jax_enable_x64", "jax_disable_jit", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+
+
+def _shared_state() -> dict[str, Any]:
+    """Returns what a candidate may change in its process to the harm of later ones, by name."""
+    return {
+        "the working directory": working_directory(),
+        "the limit of open files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "a timer": any(signal.getitimer(signal.ITIMER_REAL)),
+        "the imported modules": [sys.modules.get(name) for name in ("jax", "scheduler", "search_spaces")],
+        "the output streams": [stream is None or stream.closed for stream in (sys.stdout, sys.stderr)],
+        **{name: jax.config.values[name] for name in _SETTINGS},
+    }
 
 
 def _serve(service: Service, requests: Iterable[str], send: Callable[[Message], None]) -> None:
-    def answer(line: str) -> Answer:
-        request = decode(line)
-        assert isinstance(request, Request)
-        if request.reference:
-            load(request.operation).problem.from_canonical(request.problem, request.reference)
-        return service.answer(request)
+    def answer(request: Request) -> Answer:
+        operation = load(request.operation)
+        problem = operation.problem.from_canonical(request.problem, request.reference)
+        before = _shared_state()
+        if request.do == "trace":
+            send(StepStarted("lower"))
+            kernel = operation.kernel(request.backend)
+            traced = fingerprints.of_schedule(kernel, problem, request.schedule, service.target)
+            found = Answer(None, programs=Programs(fingerprint=traced))
+        else:
+            found = service.answer(request)
+        after = _shared_state()
+        changed = [name for name, value in before.items() if after[name] != value]
+        return dataclasses.replace(found, fatal=f"it changed {', '.join(changed)}") if changed else found
 
     for line in requests:
-        reply = reply_of(functools.partial(answer, line))
+        request = decode(line)
+        assert isinstance(request, Request)
+        reply = reply_of(functools.partial(answer, request), request.raising)
         send(reply)
         if isinstance(reply, Answer) and reply.fatal:
             os._exit(0)  # skips destructors: their behaviour with a broken CUDA context is undefined

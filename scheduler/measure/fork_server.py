@@ -16,10 +16,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import IO, NoReturn
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
 KILLED_WITHIN_S = 30.0  # a driver may keep a killed process that hangs on its device alive for seconds
 # How long a process may take to start, which includes its imports.
@@ -160,16 +161,23 @@ def channel_to_parent() -> socket.socket:
 
 
 def serve(run: Callable[[socket.socket], None]) -> None:
-    """Forks a process for each request; the process calls `run` with its channel. Returns when the parent ends."""
+    """Forks a process for each request; the process calls `run` with its channel. Returns when the parent ends.
+
+    Processes that a forked process leaves behind become children of this process (prctl(2)), which kills them.
+    """
     control = channel_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    own = os.getpid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    own, forked = os.getpid(), set[int]()
     while True:
         request, files, _, _ = socket.recv_fds(control, 64, 2)
         if not request:
             return
         if request != _FORK:
             ended, status = os.waitpid(int(request), os.WNOHANG)
+            forked.discard(ended)
+            if ended:
+                _kill_children(forked)
             control.send(str(os.waitstatus_to_exitcode(status)).encode() if ended else _RUNNING)
             continue
         try:
@@ -180,6 +188,7 @@ def serve(run: Callable[[socket.socket], None]) -> None:
             if not pid:
                 control.close()
                 _run(run, own, *files)
+            forked.add(pid)
             control.send(str(pid).encode())
         for file in files:
             os.close(file)
@@ -209,11 +218,24 @@ def _run(run: Callable[[socket.socket], None], parent: int, channel: int, output
         os._exit(status)
 
 
+def _kill_children(but: Set[int]) -> None:
+    """Kills the children of this process, and theirs, except `but`."""
+    with contextlib.suppress(OSError):  # not Linux
+        while left := set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - but:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
 def _die_with(parent: int) -> None:
     """Makes the operating system kill this process when its parent process `parent` ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the signal was set
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the signal was set
-        os._exit(1)
+        ctypes.CDLL(None).prctl(option, value)

@@ -28,6 +28,7 @@ from scheduler.measure.protocol import Do, Programs, ReservedProblem
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
+    WorkerResult,
     name_of,
     request_for,
     unloadable_reason,
@@ -146,7 +147,8 @@ class Pool:
         # While another pool times its finalists, this pool compiles on more than its share of the processes.
         compiling = min(self._compilers.count, 2 * self._processes.share)
         self.slots = compiling + min(compiling + 1, READY)
-        self._compiled: dict[BenchKey, dict[Any, Programs]] = {}
+        # The programs of each candidate, or why it cannot be traced.
+        self._compiled: dict[BenchKey, dict[Any, Programs | Failure]] = {}
         self._to_confirm: dict[BenchKey, dict[Any, Future[Programs | Failure]]] = {}
         self._reserved: dict[BenchKey, int] = {}  # searches per problem, oldest problem first
         self._exclusive = False  # whether the reserved problem excludes others
@@ -189,6 +191,8 @@ class Pool:
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         programs = self._known(task)
         kernel = task.operation.kernel(task.backend)
+        if isinstance(programs, Failure):
+            return programs
         if programs is None and not kernel.library and not kernel.vendor:
             found = self._compilers.compile(task, "measure", self._timeouts)
             if isinstance(found, Failure):
@@ -204,10 +208,9 @@ class Pool:
         self.compile_ahead(task)
         programs = self._known(task)
         if (compiling := self._to_confirm.get(_bench_key(task), {}).get(_candidate(task))) is not None:
-            found = compiling.result()
-            if isinstance(found, Failure):
-                return found
-            programs = found
+            programs = compiling.result()
+        if isinstance(programs, Failure):
+            return programs
         outcome = self._ask(task, "confirm", programs)
         assert not isinstance(outcome, Measurement)
         return outcome
@@ -215,7 +218,7 @@ class Pool:
     def compile_ahead(self, task: Task) -> None:
         """Starts compiling the programs that `confirm` of this task runs, once per candidate. Does not block."""
         programs, key = self._known(task), _bench_key(task)
-        if programs is None or not programs.candidate:
+        if not isinstance(programs, Programs) or not programs.candidate:
             return
         with self._changed:
             known = self._to_confirm.setdefault(key, {})
@@ -223,6 +226,17 @@ class Pool:
                 return
             compile_programs = functools.partial(self._compilers.compile, task, "confirm", self._timeouts, programs)
             known[candidate] = in_thread(compile_programs, "scheduler-ahead")
+
+    def fingerprint(self, task: Task) -> str:
+        with Threads[Task, Programs | Failure](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
+            found = threads.call(lambda task: self._compilers.compile(task, "trace", self._timeouts), task)
+        if found == Programs():  # there is no compile process
+            found = self._request(task, "trace", None).programs or found
+        if isinstance(found, Programs):
+            return found.fingerprint
+        if (key := _bench_key(task)) in self._reserved:
+            self._compiled.setdefault(key, {})[_candidate(task)] = found
+        return f"raises {found}"
 
     def help(self, sends: Sequence[Transport]) -> None:
         """Adds compile processes of other hosts, one for each transport."""
@@ -241,7 +255,10 @@ class Pool:
         self._processes.close()
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | Finding:
-        """Sends a request to the measuring process and returns the outcome."""
+        return self._request(task, do, programs).outcome
+
+    def _request(self, task: Task, do: Do, programs: Programs | None) -> WorkerResult:
+        """Sends a request to the measuring process and returns its result."""
         key = _bench_key(task)
         with self._device(key) as reserved:
             if not self._closed:
@@ -258,7 +275,7 @@ class Pool:
             text.warn_safely(f"the measuring process compiles candidates again: {result.refused}")
         if result.lost and result.retryable:
             raise DeviceLost(f"no measuring process starts on the device: {result.lost}")
-        return result.outcome
+        return result
 
     def _detected_target(self) -> Target:
         """Returns the chip that the measuring process has found. Blocks until the process has started.
@@ -351,12 +368,13 @@ class Pool:
         needed = sum(needed_buffer_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._reserved, key))
         return needed <= self._memory_bytes
 
-    def _known(self, task: Task) -> Programs | None:
+    def _known(self, task: Task) -> Programs | Failure | None:
         return self._compiled.get(_bench_key(task), {}).get(_candidate(task))
 
     def _forget(self, key: BenchKey) -> None:
         for programs in self._compiled.pop(key, {}).values():
-            self._compilers.forget(programs)
+            if isinstance(programs, Programs):
+                self._compilers.forget(programs)
         for compiling in self._to_confirm.pop(key, {}).values():
             compiling.add_done_callback(self._forget_unused)
 

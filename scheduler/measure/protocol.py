@@ -14,8 +14,8 @@ from search_spaces.target import Target
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 # The kinds of request. A compile process compiles a candidate ("measure"), the further programs that confirming it runs
 # ("confirm"), or the programs that check the results of a problem ("prepare"). The measuring process does all other
-# work.
-Do = Literal["measure", "again", "confirm", "prepare"]
+# work. Any process traces a candidate to find its fingerprint ("trace").
+Do = Literal["measure", "again", "confirm", "prepare", "trace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Programs:
       candidate: "" if the program cannot be moved between processes; the measuring process then compiles it.
       again: the different programs that the candidate gave when it was traced again.
       neighbour: the candidate compiled for the neighbour of the problem; "" if its schedule is not legal there.
+      fingerprint: of the candidate, if the request was to trace it.
     """
 
     candidate: str = ""
     again: tuple[str, ...] = ()
     neighbour: str = ""
+    fingerprint: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -124,7 +126,8 @@ class Answer:
       retryable: the cause may not be the candidate; the request should be retried in another process.
       fatal: why this process ends now; "" if it continues to serve requests.
       programs: the programs that a compile process compiled.
-      refused: why the measuring process compiled a program instead of loading it; "" if it loaded all programs.
+      refused: why the measuring process compiled a program instead of loading it, or why a compile process stored none;
+        "" otherwise.
     """
 
     outcome: Outcome | Finding
@@ -136,20 +139,13 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The end of a request with `raising` set: the exception of the candidate, and its traceback."""
+    """The end of a request with `raising` set: the exception and its traceback."""
 
     text: str
     trace: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Defect:
-    """The end of a request that hit a defect of this package, not of the candidate."""
-
-    trace: str
-
-
-Reply = Answer | Raised | Defect
+Reply = Answer | Raised
 Message = Init | Ready | InitFailed | Request | StepStarted | Reply
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
@@ -163,7 +159,6 @@ _TYPES: dict[str, Any] = {
         StepStarted,
         Answer,
         Raised,
-        Defect,
         Target,
         Measurement,
         Failure,

@@ -195,9 +195,8 @@ class Replay:
         trial = self._trials.get(point_of(backend, schedule))
         return None if trial is None else trial.version
 
-    def fingerprint(self, backend: str, schedule: Schedule) -> str:
-        """Returns the fingerprint of this schedule's trial; "" if it has none."""
-        trial = self._trials.get(point_of(backend, schedule))
+    def fingerprint(self, task: Task) -> str:
+        trial = self._trials.get(point_of(task.backend, task.schedule))
         return "" if trial is None else trial.fingerprint
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:

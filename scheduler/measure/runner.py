@@ -8,7 +8,7 @@ import importlib.metadata
 from datetime import UTC, datetime
 from typing import Any, Protocol, runtime_checkable
 
-from scheduler.core import arguments
+from scheduler.core import arguments, fingerprints
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
@@ -66,8 +66,8 @@ class Task:
       l2: the cache state of the operands, as in `Bench`.
       incumbent_s: the fastest time so far, in seconds; a candidate that is clearly slower gets fewer repetitions.
       raising: as in `Bench.measure`.
-      fingerprint: the candidate's fingerprint in the requesting process (`fingerprints.of_candidate`). A worker does
-        not confirm a candidate with another fingerprint. "" disables the comparison.
+      fingerprint: the fingerprints of the candidate, as measured, and of the reference (`fingerprints.of_candidate`). A
+        worker does not confirm a candidate with others. "" disables the comparison.
     """
 
     operation: Operation[Any]
@@ -132,6 +132,12 @@ class Runner(Protocol):
         again.
         """
 
+    def fingerprint(self, task: Task) -> str:
+        """Returns the fingerprint of a candidate without a version number, as in `Trial`. Blocks.
+
+        It is traced in the process that compiles it: what a candidate does while it is traced stays there.
+        """
+
     def others(self) -> int:
         """Returns the number of other processes that use the device now, as far as can be determined."""
 
@@ -186,6 +192,10 @@ class InProcess:
     def confirm(self, task: Task) -> Finding:
         key = task.operation, task.problem, task.l2
         return self._benches.ask(key, lambda bench: bench.confirm(task.backend, task.schedule))
+
+    def fingerprint(self, task: Task) -> str:
+        kernel = task.operation.kernel(task.backend)
+        return fingerprints.of_schedule(kernel, task.problem, task.schedule, self.hardware.target)
 
     def others(self) -> int:
         return 0  # a CPU has no list of the processes that use it

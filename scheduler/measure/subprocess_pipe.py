@@ -29,6 +29,9 @@ from scheduler.measure.fork_server import KILLED_WITHIN_S, Forked, ForkServer, l
 from scheduler.measure.protocol import Message, StepStarted, decode, encode
 
 LONGEST_MESSAGE_BYTES = 2**26
+# A timeout says little about a step that could not run for a larger share of the time: it may have waited for another
+# process that could not run.
+CONTENDED = 0.1
 
 # Seconds in which the process could run (`RunningTime`).
 Limit = Callable[[str], float | None]
@@ -40,22 +43,26 @@ class Overrun(TimeoutError):
 
     Attributes:
       step: the name of the step.
+      contended: the process had to wait for other processes, or was stopped, for more than `CONTENDED` of the time.
     """
 
-    def __init__(self, step: str, limit_s: float) -> None:
+    def __init__(self, step: str, limit_s: float, contended: bool) -> None:
         super().__init__(f"{step} did not end within {limit_s:.3g} s")
-        self.step = step
+        self.step, self.contended = step, contended
 
 
 class RunningTime:
     """Counts the seconds in which a process could run: on a busy host, a timeout in them ends only what hangs.
 
-    Seconds in which a thread of the process waited for a core do not count (Linux; proc(5)). Seconds in which the
-    calling process could not run count as one interval of `seconds`.
+    Seconds in which a thread of the process waited for a core, or was stopped, do not count (Linux; proc(5)). Seconds
+    in which the calling process could not run count as one interval of `seconds`.
+
+    Attributes:
+      waited_s: the seconds so far in which the process could not run.
     """
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._total_s = pid, 0.0
+        self._pid, self._total_s, self.waited_s = pid, 0.0, 0.0
         self._before_s, self._threads = time.monotonic(), _threads(pid)
 
     def seconds(self) -> float:
@@ -63,23 +70,24 @@ class RunningTime:
         now_s, threads = time.monotonic(), _threads(self._pid)
         passed_s = min(now_s - self._before_s, 2 * WAKE_S)
         waits_s = [0.0]  # threads wait at the same time, so the longest wait is the process's
-        for thread, (runnable, ran_ns, waited_ns) in threads.items():
+        for thread, (held_up, ran_ns, waited_ns) in threads.items():
             _, ran_before_ns, waited_before_ns = self._threads.get(thread, (False, 0, 0))
             # Linux counts a wait once it has ended.
-            waits_s.append(passed_s if runnable and ran_ns == ran_before_ns else 1e-9 * (waited_ns - waited_before_ns))
+            waits_s.append(passed_s if held_up and ran_ns == ran_before_ns else 1e-9 * (waited_ns - waited_before_ns))
         self._total_s += max(0.0, passed_s - max(waits_s))
+        self.waited_s += min(passed_s, max(waits_s))
         self._before_s, self._threads = now_s, threads
         return self._total_s
 
 
 def _threads(pid: int) -> dict[str, tuple[bool, int, int]]:
-    """Returns for each thread of a process whether it is runnable, and the nanoseconds that it ran and waited."""
+    """Returns for each thread of a process whether it is runnable or stopped, and the ns that it ran and waited."""
     found = {}
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):  # the thread has ended
             state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
             ran_ns, waited_ns, _ = map(int, (thread / "schedstat").read_text().split())
-            found[thread.name] = (state == "R", ran_ns, waited_ns)
+            found[thread.name] = (state in "RTt", ran_ns, waited_ns)
     return found
 
 
@@ -100,7 +108,7 @@ class Children:
 
         Args:
           forked: whether the program calls `fork_server.serve`. It then runs once for all processes that are started
-            with the same arguments and environment.
+            with the same arguments, in the environment of the first.
 
         Raises:
           EOFError: the system cannot start a process; the message gives the reason.
@@ -127,7 +135,7 @@ class Children:
     def _start(self, command: Sequence[str], environment: Mapping[str, str], forked: bool) -> Child:
         if not forked:
             return Child(functools.partial(start, command, environment))
-        key = *command, *(f"{name}={value}" for name, value in sorted(environment.items()))
+        key = tuple(command)
         server = self._servers.get(key)
         if server is not None and not server.alive:
             self._servers.pop(key).close()
@@ -185,11 +193,11 @@ class Child:
         with contextlib.suppress(OSError):  # if the process is gone, reading reports it
             self._channel.sendall(encode(message))
         while True:
-            started, limit = time.monotonic(), limit_s(step)
-            line = self._line(limit)
+            started, limit, ran = time.monotonic(), limit_s(step), RunningTime(self._process.pid)
+            line = self._line(limit, ran.seconds)
             if line is None:
                 assert limit is not None
-                raise Overrun(step, limit)
+                raise Overrun(step, limit, ran.waited_s > CONTENDED * (ran.waited_s + limit))
             if not line:
                 raise EOFError(f"the process ended in {step}: {last_words(self._process, self._said)}")
             ended(step, time.monotonic() - started)
@@ -206,11 +214,14 @@ class Child:
         return self._process.pid
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            # A forked process leads a group only after a moment.
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(self._process.pid, signal.SIGKILL)
+        """Kills the process and its group: processes that it forked outlive it."""
+        pid, ended = self._process.pid, self._process.returncode is not None
+        if ended and Path(f"/proc/{pid}").exists():  # another process has its id: none of its group is left
+            return
+        # A forked process leads a group only after a moment.
+        for kill in (os.killpg,) if ended else (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
@@ -220,14 +231,13 @@ class Child:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _line(self, limit_s: float | None) -> bytes | None:
+    def _line(self, limit_s: float | None, passed_s: Callable[[], float] = float) -> bytes | None:
         """Reads the next line; returns b"" if the process is gone, None after the timeout."""
         file = self._channel.fileno()
         ready = select.poll()
         ready.register(file, select.POLLIN)
-        ran = RunningTime(self._process.pid) if limit_s else None
         while b"\n" not in self._unread:
-            left_s = math.inf if limit_s is None else limit_s - ran.seconds() if ran else 0.0
+            left_s = math.inf if limit_s is None else limit_s - passed_s()
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
                 if self._process.poll() is not None and not ready.poll(0):  # a grandchild may hold the channel open
                     return b""

@@ -151,8 +151,8 @@ def _run_request(bench: Bench, request: Request) -> Outcome | Finding:
             return bench.again(backend, schedule, repetitions)
         case "confirm":
             return bench.confirm(backend, schedule)
-        case "prepare":
-            raise AssertionError("a measuring process does not serve 'prepare' requests")
+        case "prepare" | "trace":
+            raise AssertionError(f"a measuring process does not serve {request.do!r} requests")
 
 
 if __name__ == "__main__":

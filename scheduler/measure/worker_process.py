@@ -160,7 +160,7 @@ def inherited() -> dict[str, str]:
     `PYTHONPATH` is set to `sys.path`, so that the child finds the same modules.
     """
     own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
-    return own | {"PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path)}
+    return own | {"PYTHONPATH": os.pathsep.join(path or working_directory() for path in sys.path)}
 
 
 class WorkerProcess:
@@ -223,7 +223,7 @@ class WorkerProcess:
         The result is a failure if the process was lost in both attempts, or if the candidate is the probable cause.
 
         Raises:
-          WorkerError: the worker hit a defect of this package, not of the candidate; or the pool was closed.
+          WorkerError: the pool was closed.
           CandidateFailed: the candidate raised an exception and the request has `raising` set; chained to the worker's
             traceback.
         """
@@ -239,7 +239,7 @@ class WorkerProcess:
         try:
             reply = self._child.ask(request, "prepare", limit_s, ended)
         except Overrun as overrun:
-            return WorkerResult(Failure("timeout", str(overrun)), lost=self._replace())
+            return WorkerResult(Failure("timeout", str(overrun)), overrun.contended, lost=self._replace())
         except EOFError as death:  # it may have been killed by another program
             return WorkerResult(Failure("worker", str(death)), retryable=True, lost=self._replace())
         result = result_of(reply)
@@ -287,10 +287,11 @@ class WorkerProcess:
             self._child = None
 
 
-def _here() -> str:
+def working_directory() -> str:
+    """Returns the working directory; "" if it was removed."""
     try:
         return os.getcwd()
-    except OSError:  # the directory was removed
+    except OSError:
         return ""
 
 
@@ -298,7 +299,7 @@ def result_of(reply: protocol.Message) -> WorkerResult:
     """Returns the result of a request from the reply to it.
 
     Raises:
-      WorkerError: the process hit a defect of this package, or the message is not a reply.
+      WorkerError: the message is not a reply.
       CandidateFailed: as in `WorkerProcess.request`.
     """
     match reply:
@@ -306,8 +307,6 @@ def result_of(reply: protocol.Message) -> WorkerResult:
             raise CandidateFailed(text) from RemoteTrace(trace)
         case protocol.Answer(outcome, retryable, _, programs, refused):
             return WorkerResult(outcome, retryable, programs=programs, refused=refused)
-        case protocol.Defect(trace):
-            raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
     raise WorkerError(f"a worker replied to a request with {reply}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scheduler.core.arguments import allowed_backends
-from scheduler.core.fingerprints import changed
+from scheduler.core.fingerprints import Tracer, changed
 from scheduler.core.hardware import Hardware, identified
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Entry, Record
@@ -163,10 +163,12 @@ def recheck(
     record: Record,
     *,
     backends: frozenset[str] | None = None,
+    tracer: Tracer | None = None,
 ) -> Entry | str:
     """Returns the entry of a stored record to use now, or the reason why the record is no longer valid.
 
-    The reason is a `Changed` if code without its own version was edited. To find this out, the kernels are traced here.
+    The reason is a `Changed` if code without its own version was edited. To find this out, `tracer` traces the kernels;
+    None traces them in this process.
 
     An imported record (`Record.imported`) names a schedule that never ran on this machine, and its times are a claim of
     its author. It is used under the condition for a schedule of the model: beside the library, only a kernel that this
@@ -199,6 +201,7 @@ def recheck(
         reference=record.reference,
         jax_version=record.environment.jax,
         legal=record.legal,
+        tracer=tracer,
     )
     return edited or entry
 

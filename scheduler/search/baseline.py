@@ -7,6 +7,7 @@ from typing import Any
 
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
+from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import L2, Key, Measurement, Point, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
@@ -76,6 +77,7 @@ def is_current(
     backends: frozenset[str] | None = None,
     l2: L2 = "cold",
     brief: bool = False,
+    tracer: Tracer | None = None,
 ) -> Record | str:
     """Returns the record in `store` that makes a search unnecessary, or why one is needed; "" if there is no record.
 
@@ -88,7 +90,7 @@ def is_current(
         return str(error)
     if record is None:
         return ""
-    if reason := stale_reason(operation, problem, hardware, record, backends, l2, brief=brief):
+    if reason := stale_reason(operation, problem, hardware, record, backends, l2, brief=brief, tracer=tracer):
         return reason
     required = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
@@ -137,11 +139,12 @@ def stale_reason(
     l2: L2,
     *,
     brief: bool = False,
+    tracer: Tracer | None = None,
 ) -> str | None:
     """Returns why a record does not satisfy the request, or None if it does."""
     if record.imported is not None:
         return "it was imported, and not verified here"
-    entry = recheck(operation, problem, hardware, record, backends=backends)
+    entry = recheck(operation, problem, hardware, record, backends=backends, tracer=tracer)
     if isinstance(entry, str):
         return entry
     if entry.measurement.estimated and not hardware.abilities.estimates:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scheduler.core import fingerprints
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Entry, Point, Schedule, Trial, Versioned, point_of, versioned
+from scheduler.core.records import Entry, Point, Schedule, Versioned, point_of, versioned
 from scheduler.core.text import warn_safely
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.constants import model_of
@@ -25,7 +25,6 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
-from search_spaces.target import Target
 
 # The share of the legal schedules, ranked by the model, that become candidates, and the minimum number per trial.
 KEPT_SHARE = 0.25
@@ -41,9 +40,6 @@ class Recorded(Protocol):
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
         """Returns the kernel version measured with this schedule, or None if it was not measured."""
-
-    def fingerprint(self, backend: str, schedule: Schedule) -> str:
-        """Returns the fingerprint of the trial of this schedule; "" if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +136,21 @@ def _obstacles(pruned: Pruned) -> str:
     return ", ".join(reasons) or "a choice has no values"
 
 
-def fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
-    """Returns the fingerprint of a candidate, from the recording if there is one, else as traced now."""
-    if isinstance(runner, Recorded):
-        return runner.fingerprint(which.backend, which.schedule)
-    kernel, target = operation.kernel(which.backend), runner.hardware.target
-    return fingerprints.of_schedule(kernel, problem, which.schedule, target)
+def traced_by(operation: Operation[Any], problem: Problem, runner: Runner) -> fingerprints.Tracer:
+    """Returns a function from a schedule to its fingerprint; "" for a kernel with a version number.
 
+    The runner traces each schedule once.
+    """
+    traced: dict[Point, str] = {}
 
-def identified(task: Task, target: Target) -> Task:
-    """Returns the task with the fingerprint that its candidate has in this process."""
-    own = fingerprints.of_candidate(task.operation, task.problem, task.backend, task.schedule, target)
-    return dataclasses.replace(task, fingerprint=own)
+    def fingerprint(which: fingerprints.Chosen) -> str:
+        if operation.kernel(which.backend).version != fingerprints.BY_PROGRAM:
+            return ""
+        if (point := _point(which)) not in traced:
+            traced[point] = runner.fingerprint(Task(operation, problem, which.backend, which.schedule, 1))
+        return traced[point]
+
+    return fingerprint
 
 
 def reference(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
@@ -169,13 +168,11 @@ class EqualPrograms:
 
     Args:
       of: the candidates, with all fields in their schedules.
-      fingerprint: of a candidate; "" for a kernel with a version number.
+      fingerprint: of the candidate of an index; "" for a kernel with a version number.
       known: candidates that have a trial.
     """
 
-    def __init__(
-        self, of: Sequence[Candidate], fingerprint: Callable[[Candidate], str], known: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, of: Sequence[Candidate], fingerprint: Callable[[int], str], known: Iterable[int] = ()) -> None:
         self._of, self._fingerprint = of, fingerprint
         self._program: dict[int, str] = {}
         self._same: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
@@ -185,7 +182,7 @@ class EqualPrograms:
     def __call__(self, index: int) -> Sequence[int]:
         """Returns the candidates seen so far that are the program of this one, which it counts as seen; in order."""
         if index not in self._program:
-            found = self._fingerprint(self._of[index])
+            found = self._fingerprint(index)
             if not found or found.startswith("raises"):  # each has a message of its own
                 found = str(index)
             self._program[index] = found
@@ -210,7 +207,7 @@ class EqualPrograms:
                     )
 
 
-def _point(candidate: Candidate) -> Point:
+def _point(candidate: fingerprints.Chosen) -> Point:
     return point_of(candidate.backend, candidate.schedule)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from scheduler.core.errors import DeviceLost, ExecutorLost, WorkerError
+from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.progress import Progress
@@ -19,6 +20,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.model.constants import model_of
 from scheduler.search import tuner
+from scheduler.search.candidates import traced_by
 from scheduler.search.task import SearchOptions, Task
 from scheduler.search.trials import TrialStore
 from search_spaces.operation import Operation
@@ -42,6 +44,9 @@ class Executor(Protocol):
     name: str
     hardware: Hardware
     searches: int
+
+    def tracer(self, task: Task) -> Tracer | None:
+        """Returns what traces the schedules of a task in other processes; None if there is none here."""
 
     def open(self) -> None:
         """Starts the processes that run candidates, unless they are running. Blocks.
@@ -123,6 +128,9 @@ class DeviceExecutor:
             self._end(runner)
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
+
+    def tracer(self, task: Task) -> Tracer | None:
+        return None if self._runner is None else traced_by(task.operation, task.problem, self._runner)
 
     def search(
         self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]

@@ -93,7 +93,7 @@ class JobRun:
         self._range_of: dict[int, RangeRun] = {}  # id of a task -> the range that it belongs to
         self._new: list[Queued] = []  # searches to append to the queue
         self._sort = False  # longest first
-        self._hardware: Hardware | None = None
+        self._first: Executor | None = None  # that opened: it determines the chip
         self._refusals: list[str] = []
 
     def end(self) -> None:
@@ -141,18 +141,18 @@ class JobRun:
           WorkerError: the chip of this executor differs from that of the first.
         """
         with self._lock:
-            if self._hardware is None:
-                self._hardware = executor.hardware
+            if self._first is None:
+                self._first = executor
                 for task in self._tasks:
                     if isinstance(task, RangeTask):
                         run = RangeRun(task, self._options, executor.hardware, self._store)
                         self._add_round(run, run.begin())
                     else:
-                        self._add(task, executor.hardware)
+                        self._add(task, executor)
                 self._sort = not self._in_order and (len(self._executors) > 1 or executor.searches > 1)
                 self._put()
-            elif self._hardware.id != executor.hardware.id:
-                raise WorkerError(f"it is {executor.hardware.id}, and the job is tuned for {self._hardware.id}")
+            elif self._first.hardware.id != executor.hardware.id:
+                raise WorkerError(f"it is {executor.hardware.id}, and the job is tuned for {self._first.hardware.id}")
             self._pace.lanes += executor.searches
         self._queue.opened(executor)
 
@@ -165,19 +165,20 @@ class JobRun:
 
     def _add_round(self, run: RangeRun, tasks: Sequence[Task]) -> None:
         """Adds the next tasks of a range, or reports its result."""
-        assert self._hardware is not None
+        assert self._first is not None
         self._pace.add_problems(len(tasks))
         self._pace.expect_more(run, *run.estimate_rest())
         self._range_of.update((id(task), run) for task in tasks)
         for task in tasks:
-            self._add(task, self._hardware)
+            self._add(task, self._first)
         if run.result is not None and not tasks:
             self._report(run.result)
 
-    def _add(self, task: Task, hardware: Hardware) -> None:
+    def _add(self, task: Task, executor: Executor) -> None:
         """Queues the task, or reports its result at once if a valid record exists or the task cannot be searched."""
+        hardware = executor.hardware
         try:
-            current = self._current_record(task, hardware)
+            current = self._current_record(task, executor)
             if isinstance(current, Record) and not self._options.searches_known:
                 self._report(_known(task, current, hardware))
                 return
@@ -203,14 +204,15 @@ class JobRun:
         """Removes an executor. If it was the last one, the waiting tasks fail; if none ever opened, the job fails."""
         with self._lock:
             self._refusals.append(f"{executor.name}: {error}")
-            if self._hardware is None and len(self._refusals) == len(self._executors):
+            if self._first is None and len(self._refusals) == len(self._executors):
                 raise error if len(self._executors) == 1 else WorkerError("; ".join(self._refusals))
             self.events.put(Lost(executor.name, str(error)))
             left = self._queue.remove_executor(executor)
+            hardware = None if self._first is None else self._first.hardware
             while left:
                 for search in left:
                     reason = f"no executor is left to search it ({'; '.join(self._refusals)})"
-                    self._report(Result(search.task, "failed", reason, self._hardware), search)
+                    self._report(Result(search.task, "failed", reason, hardware), search)
                 left, self._new = self._new, []  # nor can the next tasks of ranges be searched
 
     def _lane(self, executor: Executor) -> str:
@@ -278,7 +280,7 @@ class JobRun:
                 if search.busy == 1:  # all others are running
                     _log.warning("%s is being tuned by %s; waiting for its record", key, other)
                 return None
-            current = self._current_record(task, hardware)
+            current = self._current_record(task, executor)
             new = search.busy > 0 and current != search.current  # a record of the other process
             if isinstance(current, Record) and (new or not options.searches_known):
                 return _known(task, current, hardware)
@@ -321,9 +323,17 @@ class JobRun:
         baseline = baseline_of(task, hardware, evidence, record, store)
         return Result(task, "tuned", reason, hardware, record, entry, baseline, resumed, stored=kept)
 
-    def _current_record(self, task: Task, hardware: Hardware) -> Record | str:
-        backends, l2, brief = task.backends, self._options.l2, task.brief
-        return is_current(task.operation, task.problem, hardware, self._store, backends=backends, l2=l2, brief=brief)
+    def _current_record(self, task: Task, executor: Executor) -> Record | str:
+        return is_current(
+            task.operation,
+            task.problem,
+            executor.hardware,
+            self._store,
+            backends=task.backends,
+            l2=self._options.l2,
+            brief=task.brief,
+            tracer=executor.tracer(task),
+        )
 
 
 def _known(task: Task, record: Record, hardware: Hardware) -> Result:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from scheduler.core import arguments, fingerprints
+from scheduler.core import arguments
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads
@@ -20,6 +20,7 @@ from scheduler.model.constants import model_of
 from scheduler.model.pruning import illegal, onchip_bytes
 from scheduler.prediction import predict, transfer
 from scheduler.search import final_comparison
+from scheduler.search.candidates import legal_schedules, reference, traced_by
 from scheduler.search.final_comparison import Result
 from search_spaces import load_known
 from search_spaces.operation import Operation
@@ -150,7 +151,8 @@ def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _Rec
     except ValueError as error:
         return VerifyResult(record, "broken", f"its problem is no longer valid for {operation.name}: {error}")
     own = dataclasses.replace(record, imported=None)  # verifies what may not be used before
-    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own), str):
+    tracer = traced_by(operation, problem, runner)
+    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own, tracer=tracer), str):
         return VerifyResult(record, "broken", f"{reason}; tune it again")
     try:
         runner.capacity(operation, problem, record.winner.measurement.l2)
@@ -255,7 +257,7 @@ def _refreshed(
     ended: Result,
 ) -> Record | None:
     """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
-    by_label = {_label(rival): rival for rival in rivals}
+    by_label, fingerprint = {_label(rival): rival for rival in rivals}, traced_by(operation, problem, runner)
     kept = final_comparison.fastest_finalists(
         ended.order, final_comparison.KEPT_FINALISTS, lambda label: by_label[label].backend
     )
@@ -264,17 +266,16 @@ def _refreshed(
 
     def entry(label: str) -> Entry:
         rival = by_label[label]
-        kernel = operation.kernel(rival.backend)
-        fingerprint = fingerprints.of_schedule(kernel, problem, rival.schedule, runner.hardware.target)
-        return Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s, fingerprint)
+        own = fingerprint(rival)
+        return Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s, own)
 
     return dataclasses.replace(
         record,
         entries=tuple(map(entry, kept)),
         environment=runner.environment,
         confidence=ended.verdict,
-        reference=fingerprints.of_reference(operation, problem),
-        legal=fingerprints.of_legal(operation, problem, runner.hardware.target),
+        reference=reference(operation, problem, runner),
+        legal=legal_schedules(operation, problem, runner),
         imported=None,
     )
 

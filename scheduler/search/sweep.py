@@ -15,6 +15,7 @@ from typing import Any
 from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate, RecordingError
+from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
@@ -25,7 +26,7 @@ from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
-from scheduler.search.candidates import fingerprint
+from scheduler.search.candidates import traced_by
 from scheduler.store.store import Store
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -94,7 +95,8 @@ def sweep(
     with Recorder(path, head) as recorder, runner.reserve(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
-        _require_unchanged(operation, problem, runner, trials, path)
+        fingerprint = traced_by(operation, problem, runner)
+        _require_unchanged(trials, fingerprint, path)
         done = {point_of(trial.backend, trial.schedule) for trial in trials}
         left = [candidate for candidate in chosen if point_of(candidate.backend, candidate.schedule) not in done]
         times = [
@@ -116,7 +118,7 @@ def sweep(
 
         with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
-                digest = fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
+                digest = fingerprint(c) if isinstance(outcome, Measurement) else ""
                 trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, digest)
                 trials.append(trial)
                 recorder.add(trials[-1])
@@ -129,12 +131,10 @@ def sweep(
     return recorder.sweep, trials
 
 
-def _require_unchanged(
-    operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], path: Path
-) -> None:
+def _require_unchanged(trials: Sequence[Trial], fingerprint: Tracer, path: Path) -> None:
     """Raises RecordingError if a kernel was edited after the recording was started."""
     for trial in trials:
-        if trial.fingerprint and trial.fingerprint != fingerprint(operation, problem, runner, trial):
+        if trial.fingerprint and trial.fingerprint != fingerprint(trial):
             raise RecordingError(
                 f"{path} has a sweep of an earlier version of the {trial.backend} kernel; delete the file, or choose "
                 "another one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -50,11 +51,10 @@ from scheduler.search.candidates import (
     EqualPrograms,
     Recorded,
     collect,
-    fingerprint,
-    identified,
     legal_schedules,
     reference,
     search_seconds,
+    traced_by,
 )
 from scheduler.search.final_comparison import (
     FEWEST_ROUNDS,
@@ -141,7 +141,7 @@ def tune(
       TakesHours: the search would take too long in interpret mode; the message suggests alternatives.
       CandidateFailed: the first failure, if `first_error` is set; chained to the candidate's exception, if there is
         one.
-      WorkerError: the workers cannot start, or a defect of the program, not of a candidate, was found.
+      WorkerError: the workers cannot start.
       UnknownChip: the chip is not in the hardware table, so no candidate can be chosen.
     """
     budget = arguments.checked_integer("budget", trials(budget, effort))
@@ -157,14 +157,14 @@ def tune(
             stack.callback(runner.close)
         runner.capacity(operation, problem, l2)  # raises if the problem does not fit in memory, before a store is read
         if store is not None:
-            hardware = runner.hardware
+            hardware, tracer = runner.hardware, traced_by(operation, problem, runner)
             if not (force or first_error):
-                known = is_current(operation, problem, hardware, store, backends=backends, l2=l2)
+                known = is_current(operation, problem, hardware, store, backends=backends, l2=l2, tracer=tracer)
                 if isinstance(known, Record):
                     return known
             made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
             # A backend that failed for the other process would fail for this one, too.
-            if made is not None and stale_reason(operation, problem, hardware, made, backends, l2) is None:
+            if made is not None and not stale_reason(operation, problem, hardware, made, backends, l2, tracer=tracer):
                 return made
         return search(
             operation,
@@ -234,7 +234,7 @@ class _Tuning:
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.store = store
-        self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
+        self.fingerprint, self.reference = traced_by(operation, problem, runner), reference(operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
         self.writer: TrialWriter
@@ -295,7 +295,7 @@ class _Tuning:
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             brief=brief,
-            reference=reference(self.operation, self.problem, self.runner),
+            reference=self.reference,
             legal=legal_schedules(self.operation, self.problem, self.runner),
             notes=(*self.candidates.notes, *notes_on_results(self.operation, self.trials, entries)),
         )
@@ -375,7 +375,7 @@ class _Tuning:
         budget = max(self.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
         whole = [candidate.whole() for candidate in candidates]
-        equal = EqualPrograms(whole, self.fingerprint, trials)
+        equal = EqualPrograms(whole, lambda index: self.fingerprint(candidates[index]), trials)
         patience, sampler = PATIENCE if budget <= BUDGET else MORE_PATIENCE, sampler_of(self.sampler, seed)
         search = Search(
             whole, budget=budget, seed=seed, first=first, known=known, patience=patience, sampler=sampler, same=equal
@@ -448,8 +448,8 @@ class _Tuning:
 
     def _finalist(self, index: int) -> Task:
         if index not in self._finalists:
-            task = self._task(index, self.repetitions)
-            self._finalists[index] = identified(task, self.runner.hardware.target)
+            own = f"{self.trials.ended[index].fingerprint} {self.reference}".strip()
+            self._finalists[index] = dataclasses.replace(self._task(index, self.repetitions), fingerprint=own)
         return self._finalists[index]
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:

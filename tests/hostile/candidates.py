@@ -9,6 +9,9 @@ import contextlib
 import dataclasses
 import os
 import random
+import resource
+import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +74,21 @@ def _close_everything() -> None:
     os.closerange(3, 256)
 
 
+def _close_streams() -> None:
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def _take_all_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    raise OSError("no file can be opened")
+
+
+def _forget_modules() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scheduler"]:
+        del sys.modules[name]
+
+
 # What it does when it is traced -> the stage at which it is to be caught; None where it harms nobody.
 WHEN_TRACED: dict[str, tuple[Callable[[], None], str | None]] = {
     "babbling": (lambda: _speak(b"hello\n"), "worker"),
@@ -81,6 +99,11 @@ WHEN_TRACED: dict[str, tuple[Callable[[], None], str | None]] = {
     "reading": (_read_requests, None),
     "closing": (_close_everything, "worker"),
     "printing": (lambda: print("x" * 10_000), None),
+    "muting": (_close_streams, None),
+    "starving": (_take_all_files, "lower"),
+    "forgetting": (_forget_modules, None),
+    "moving": (lambda: os.chdir("/"), None),
+    "ringing": (lambda: signal.setitimer(signal.ITIMER_REAL, 3600), None),
 }
 # What it returns in place of an array of the right shape.
 RETURNED: dict[str, Callable[[jax.Array], Any]] = {

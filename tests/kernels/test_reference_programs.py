@@ -60,8 +60,9 @@ def test_another_program_is_compiled_and_without_a_directory_each_is(tmp_path, c
     with shared_in(str(tmp_path)):
         assert compiled_program(jnp.sin, [x])(jnp.zeros(8))[0] == 0
         assert compiled_program(jnp.cos, [x])(jnp.zeros(8))[0] == 1
-    for _ in range(2):
-        compiled_program(jnp.sin, [x])
+    for directory in ("", str(tmp_path / "removed")):
+        with shared_in(directory):
+            assert compiled_program(jnp.sin, [x])(jnp.zeros(8))[0] == 0
     assert len(compilations) == 4
 
 

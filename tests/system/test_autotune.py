@@ -289,18 +289,10 @@ def test_rules_without_a_legal_schedule_are_a_warning_that_names_them_and_their_
     assert same_schedules.tune(x, budget=3) == record, "found in the store"
 
 
-def test_a_reference_of_another_shape_is_told_at_the_first_use():
+def test_a_reference_of_another_shape_is_told_by_a_search():
     function = added(reference=lambda x: x.sum(), name="other_shape")
-    for use in (
-        lambda: scheduler.tune(function, {"x": "float32[8]"}, budget=3),
-        lambda: function(jnp.zeros(8)),
-        lambda: jax.jit(function)(jnp.zeros(8)),
-        lambda: jax.grad(lambda x: function(x).sum())(jnp.zeros(8)),
-    ):
-        with pytest.raises(
-            DeclarationError, match=r"returns float32\[8\] for x=float32\[8\], and its reference float32"
-        ):
-            use()
+    with pytest.warns(RuntimeWarning, match=r"2 of 2 .* failed: verify: the result is float32\[8\] instead of float32"):
+        scheduler.tune(function, {"x": "float32[8]"}, budget=3)
 
 
 @pytest.mark.parametrize("result", [{"y": 1}, (), None, "text"])
@@ -472,9 +464,10 @@ def test_a_mosaic_gpu_kernel_is_rehearsed_on_a_cpu():
 # Names, processes, and sources that change.
 
 
-def test_workers_find_it_by_its_file(tmp_path):
+def test_workers_find_it_by_its_file_and_what_it_prints_is_not_in_the_json(tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(OWN)
+    loud = OWN.replace("def body(x_ref", "print('traced')\n    def body(x_ref")
+    path.write_text(loud + "\nimport os\nprint('imported')\nos.system('echo a child process')\n")
     tune_it = ["tune", f"{path}:bias_gelu", "x=float32[8,64]", "bias=float32[64]", "--workers", "1", "--json"]
     ended = subprocess.run(
         [sys.executable, "-m", "scheduler", *tune_it],

@@ -547,4 +547,4 @@ def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it(tm
     assert confirmed(own) is None
     refused = confirmed("another")
     assert refused.stage == "verify"
-    assert "loads another version of own_kernels:sum_and_max than the process that tunes it" in refused.detail
+    assert "loads another version of own_kernels:sum_and_max than the process that traced it first" in refused.detail

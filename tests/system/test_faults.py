@@ -1,5 +1,6 @@
 """A search through real workers whose candidates misbehave: each is caught for what it is, and nobody else pays."""
 
+import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
 
-from scheduler.core.errors import WorkerError
+from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.build import Builder, save
@@ -101,14 +102,21 @@ def test_who_damages_what_others_read_is_wrong_and_they_are_not():
     assert all(isinstance(outcome, Measurement) for outcome in outcomes[1:]), outcomes
 
 
-def test_a_defect_of_a_kernels_code_is_its_candidates_and_any_other_is_raised_with_its_trace(pool):
+def test_a_defect_outside_of_the_kernels_code_costs_its_candidate_alone_and_is_traced_on_request(pool):
     match pool.measure(task("defect")):
         case Failure("lower", detail):
             assert re.fullmatch(r"KeyError: 'no such behaviour' \(tests/operations.py:\d+\)", detail)
         case other:
             pytest.fail(str(other))
-    with pytest.raises(WorkerError, match=r"(?s)outside of any candidate.*Traceback.*nomber"):
-        pool.measure(Task(FAULTY, FaultyProblem(8, "ok"), "scripted", {"nomber": 0}, 3))
+    unknown = Task(FAULTY, FaultyProblem(8, "ok"), "scripted", {"nomber": 0}, 3)
+    match pool.measure(unknown):
+        case Failure("worker", detail):
+            assert re.search(r"nomber.*, outside of any candidate \(\w+\.py:\d+\)$", detail)
+        case other:
+            pytest.fail(str(other))
+    with pytest.raises(CandidateFailed, match="outside of any candidate") as caught:
+        pool.measure(dataclasses.replace(unknown, raising=True))
+    assert re.search(r"(?s)Traceback.*nomber", str(caught.value.__cause__))
     assert isinstance(pool.measure(task("ok")), Measurement)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,24 +15,29 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem, _parent, _serves
+from operations import DOUBLE, FAULTY, NOTED, UNNUMBERED, DoubleProblem, FaultyProblem, NotedProblem, _parent, _serves
 from processes import gone, started
 
 from scheduler import tuned_matmul
-from scheduler.core import hardware
+from scheduler.core import fingerprints, hardware
 from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.conversation import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
+from scheduler.measure.protocol import Init
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
+from scheduler.measure.subprocess_pipe import Children
 from scheduler.measure.worker_process import OnDevice, WorkerProcess
+from scheduler.search.reverify import reverify
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 pytestmark = pytest.mark.slow
 
-PROBLEM = DoubleProblem(n=8)
+PROBLEM, ROOT = DoubleProblem(n=8), str(Path(__file__).parents[2])
 
 
 def task(behave, tile=1, problem=PROBLEM):
@@ -330,6 +336,62 @@ def test_a_candidate_is_traced_in_a_compile_process_and_a_library_where_it_is_me
     assert pids["xla"] == {pool._measuring.pid}
     assert len(pids["scripted"]) == 1
     assert pids["scripted"] <= pool._compilers.pids
+
+
+def test_no_candidate_is_traced_in_the_process_that_searches_not_even_to_tell_whether_it_was_edited(pool, tmp_path):
+    problem, store = NotedProblem(place=str(tmp_path)), Store(":memory:")
+    record = tune(UNNUMBERED, problem, budget=2, store=store, runner=pool)
+    assert tune(UNNUMBERED, problem, budget=2, store=store, runner=pool) == record
+    (verified,) = reverify([record], operation=UNNUMBERED, runner=pool)
+    traced_in = {int(path.name) for path in tmp_path.iterdir()}
+    assert traced_in
+    assert os.getpid() not in traced_in
+    here = fingerprints.of_schedule(UNNUMBERED.kernel("scripted"), problem, {}, CPU.target)
+    assert {e.fingerprint for e in (*record.entries, *verified.refreshed.entries)} == {here, ""}
+
+
+def test_a_pool_that_loses_its_directory_compiles_where_it_measures_and_a_warning_says_what_to_do():
+    with Pool(Gpu(index="", uuid="no directory", driver="", free_bytes=4 * GIB), RunnerOptions(workers=1)) as pool:
+        assert isinstance(pool.measure(task("ok")), Measurement)
+        shutil.rmtree(pool._compilers.directory)
+        with pytest.warns(RuntimeWarning, match=r"compiles candidates one by one: .*No such file.*set TMPDIR"):
+            confirmed = pool.confirm(task("ok"))
+        assert confirmed is None
+        assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
+        assert pool.confirm(task("ok", tile=2)) is None
+
+
+LEAVING = """
+import os, sys, time
+def leave(channel):
+    if not os.fork():
+        {detach}
+        open({path!r}, "w").write(f"{{os.getpid()}}\\n")
+        time.sleep(1000)
+    while not os.path.exists({path!r}) or not open({path!r}).read():
+        time.sleep(0.01)
+    os._exit(3)
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    ("forked", "detach", "start"),
+    [
+        (False, "pass", "leave(None)"),
+        (True, "pass", "from scheduler.measure.fork_server import serve; serve(leave)"),
+        (True, "os.setsid()", "from scheduler.measure.fork_server import serve; serve(leave)"),
+    ],
+)
+def test_what_a_process_forked_ends_with_it_though_it_exits_by_itself(forked, detach, start, tmp_path):
+    path, children = tmp_path / "pid", Children()
+    program = LEAVING.format(path=str(path), detach=detach, start=start)
+    child = children.start(["-c", program], os.environ | {"PYTHONPATH": ROOT}, forked=forked)
+    with pytest.raises(EOFError, match="exit status 3"):
+        child.ask(Init("", ""), "start", lambda _: None, lambda *_: None)
+    child.close()
+    assert gone(int(path.read_text()))
+    children.shut_down()
 
 
 def test_a_candidate_that_calls_python_is_compiled_where_it_is_measured(pool):

@@ -1,9 +1,12 @@
 """Messages between a pool and its workers: what is said is what is heard, on one line each."""
 
+import re
+
 import pytest
 
 from scheduler.core.records import Caution, Failure, Measurement
 from scheduler.measure import protocol
+from scheduler.measure.conversation import reply_of
 from scheduler.measure.protocol import decode, encode
 from search_spaces.target import Target
 
@@ -20,7 +23,6 @@ MESSAGES = [
     protocol.Answer(Failure("memory", 'all "gone"'), retryable=True, fatal="no memory"),
     protocol.Answer(Caution("differs for infinities")),
     protocol.Raised("it", "Traceback:\n  ..."),
-    protocol.Defect("Traceback:\n  ..."),
 ]
 
 
@@ -47,3 +49,15 @@ def test_what_is_no_message_is_refused():
     for line in [*lines, "7", "hello", "", "[" * 100_000]:
         with pytest.raises(ValueError, match="no message"):
             decode(line)
+
+
+def test_an_error_in_a_declared_function_costs_its_candidate_and_no_process():
+    def answer():
+        raise ValueError("these inputs cannot be drawn")
+
+    reply = reply_of(answer, raising=False)
+    assert (reply.outcome.stage, reply.retryable, reply.fatal) == ("worker", False, "")
+    assert re.fullmatch(
+        r"ValueError: these inputs cannot be drawn \(tests/unit/test_protocol.py:\d+\)", reply.outcome.detail
+    )
+    assert "Traceback" in reply_of(answer, raising=True).trace
