@@ -18,15 +18,13 @@ from search_spaces.problem import Problem
 # ------------------------------------------------------------------------------
 # A jaxpr as arrays and the equations that make them, with the bodies of calls inlined.
 
+# The primitive that only compares arrays: its equations are no users of them.
+OBSERVE = "observe"
 # Equations that run their inner jaxpr once, on their own operands.
 _CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"}
 )
-
-
-# Equations that only compare arrays: no users of these arrays.
-OBSERVE = "observe"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -355,11 +353,6 @@ def source(value: Value) -> tuple[Value, tuple[int | None, ...]]:
         else:
             return value, tuple(where)
         value = before
-
-
-def constant_along(value: Value, axis: int) -> bool:
-    """Returns whether the value is constant along this axis when it is combined elementwise with other arrays."""
-    return axis not in source(value)[1]
 
 
 def reduced(value: Value, name: str) -> tuple[Value, int] | None:

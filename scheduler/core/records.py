@@ -53,7 +53,6 @@ class Key:
     """The key of a schedule in a store.
 
     Attributes:
-      operation: its name.
       hardware: `Hardware.id`: kind, cores and memory, because slices and variants of a chip differ.
       problem: `Problem.canonical()`.
     """
@@ -127,8 +126,7 @@ class Failure:
 
     def __post_init__(self) -> None:
         # The message of a candidate's exception may contain text that cannot be stored, which would lose the record.
-        if (detail := encodable(self.detail)) != self.detail:
-            object.__setattr__(self, "detail", detail)
+        object.__setattr__(self, "detail", encodable(self.detail))
 
     def __str__(self) -> str:
         return f"{self.stage}: {self.detail}"
@@ -138,22 +136,10 @@ Outcome = Measurement | Failure
 
 
 @dataclasses.dataclass(frozen=True)
-class Caution:
-    """A confirmed candidate whose results differ from the reference for special operands that are disputed."""
-
-    detail: str
-
-
-# What confirming a candidate found; None if it is correct.
-Finding = Failure | Caution | None
-
-
-@dataclasses.dataclass(frozen=True)
 class AllFailed:
     """A backend of which every candidate failed: the record has no entry of it, and the next search tries it again.
 
     Attributes:
-      backend: its name.
       tried: number of its schedules that were tried.
       failure: one of the most frequent failures.
       alike: number of schedules with that failure.
@@ -418,7 +404,6 @@ class Sweep:
     """Header of a recorded sweep over the schedules of a problem.
 
     Attributes:
-      operation: its name.
       problem: `Problem.canonical()`.
       platform, kind, architecture, cores: the chip, as in `Target`.
       environment: where and when it started.

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 from scheduler.core.errors import NoCandidate, SchedulerError, WorkerError
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.records import L2, Finding, Key, Outcome, Point, choice_text, key_of
+from scheduler.core.records import L2, Key, Outcome, Point, choice_text, key_of
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.measure.buffers import needed_buffer_bytes
 from scheduler.measure.build import first_line
 from scheduler.measure.fork_server import is_worker
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import open_runner
+from scheduler.measure.protocol import Finding
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.search import tuner
 from scheduler.store.cache import Cache

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from scheduler.core.fingerprints import BY_PROGRAM
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Caution, Failure, Finding, Measurement, Outcome, Point, Schedule, point_of
+from scheduler.core.records import L2, Failure, Measurement, Outcome, Point, Schedule, point_of
 from scheduler.measure import buffers, timer
 from scheduler.measure.buffers import (
     PLAUSIBLE_SHARE_OF_BOUND,
@@ -28,7 +28,7 @@ from scheduler.measure.buffers import (
     timing_conditions,
 )
 from scheduler.measure.build import STRICT_ERRORS, Builder, Built, first_line, raised_in_callback
-from scheduler.measure.protocol import Step
+from scheduler.measure.protocol import Caution, Finding, Step
 from scheduler.measure.verification import (
     UNWRITTEN,
     Rows,

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Hashable
 from typing import Generic, TypeVar
 
-from scheduler.core.records import Failure, Finding, Outcome
+from scheduler.core.records import Failure, Outcome
 from scheduler.measure.bench import Bench
+from scheduler.measure.protocol import Finding
 from search_spaces.configuration import measurements
 
 Key = TypeVar("Key", bound=Hashable)

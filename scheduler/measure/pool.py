@@ -18,13 +18,13 @@ from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
-from scheduler.core.records import L2, Failure, Finding, Measurement, Outcome, point_of
+from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Do, Programs, ReservedProblem
+from scheduler.measure.protocol import Do, Finding, Programs, ReservedProblem
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment, require_memory
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,

@@ -6,9 +6,21 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from scheduler.core.records import L2, Caution, Failure, Finding, Measurement, Outcome, Schedule
+from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
 from search_spaces.space import as_choice
 from search_spaces.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Caution:
+    """A confirmed candidate whose results differ from the reference for special operands that are disputed."""
+
+    detail: str
+
+
+# What confirming a candidate found; None if it is correct.
+Finding = Failure | Caution | None
+
 
 # The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]

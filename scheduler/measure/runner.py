@@ -12,11 +12,12 @@ from scheduler.core import arguments, fingerprints
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.records import L2, Environment, Finding, Outcome, Schedule
+from scheduler.core.records import L2, Environment, Outcome, Schedule
 from scheduler.measure.bench import Bench
 from scheduler.measure.bench_cache import BenchCache
 from scheduler.measure.buffers import least_buffer_bytes
 from scheduler.measure.gpu import Gpu
+from scheduler.measure.protocol import Finding
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 

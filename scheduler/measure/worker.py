@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Failure, Finding, Outcome, Schedule, Stage
+from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
 from scheduler.measure.bench import Bench
 from scheduler.measure.bench_cache import BenchCache
@@ -25,7 +25,7 @@ from scheduler.measure.build import Builder, Built, first_line
 from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import channel_to_parent
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Answer, Init, Programs, Request, ReservedProblem, Step
+from scheduler.measure.protocol import Answer, Finding, Init, Programs, Request, ReservedProblem, Step
 from search_spaces import load
 from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner

@@ -15,10 +15,11 @@ import platformdirs
 
 from scheduler.core.chip_table import GIB
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
-from scheduler.core.records import Failure, Finding, Outcome
+from scheduler.core.records import Failure, Outcome
 from scheduler.measure import protocol
 from scheduler.measure.fork_server import START_LIMIT_S
 from scheduler.measure.gpu import Gpu
+from scheduler.measure.protocol import Finding
 from scheduler.measure.subprocess_pipe import Child, Children, Ended, Limit, Overrun
 from search_spaces import locate
 from search_spaces.target import Target

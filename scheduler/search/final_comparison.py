@@ -15,10 +15,8 @@ from scheduler.core.interrupts import Threads
 from scheduler.core.records import (
     TIE,
     AllFailed,
-    Caution,
     Entry,
     Failure,
-    Finding,
     Measurement,
     Outcome,
     Trial,
@@ -28,6 +26,7 @@ from scheduler.core.records import (
 )
 from scheduler.core.text import share_text, warn_safely
 from scheduler.measure import timer
+from scheduler.measure.protocol import Caution, Finding
 from scheduler.measure.runner import Runner
 from scheduler.search.trials import Trials
 from search_spaces.operation import Operation

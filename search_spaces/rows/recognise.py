@@ -13,7 +13,6 @@ from search_spaces.recognise import (
     Value,
     as_of,
     between,
-    constant_along,
     factors,
     number,
     reduced,
@@ -67,7 +66,7 @@ def argument(value: Value) -> Value | None:
     if not same(summed, exponentials) or axis != len(summed.shape) - 1 or (exp := summed.by("exp")) is None:
         return None
     exponent = exp.inputs[0]
-    if (less := strip(exponent).by("sub")) is not None and constant_along(less.inputs[1], axis):
+    if (less := strip(exponent).by("sub")) is not None and axis not in source(less.inputs[1])[1]:
         return less.inputs[0]
     return exponent
 

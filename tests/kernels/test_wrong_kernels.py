@@ -12,8 +12,9 @@ from jax import lax
 
 import scheduler
 from scheduler.core.hardware import CPU
-from scheduler.core.records import Caution, Failure, Measurement
+from scheduler.core.records import Failure, Measurement
 from scheduler.measure.bench import Bench
+from scheduler.measure.protocol import Caution
 from search_spaces import Tolerance
 
 pytestmark = pytest.mark.slow_but_first

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from scheduler.core.records import Caution, Failure, Measurement
+from scheduler.core.records import Failure, Measurement
 from scheduler.measure import protocol
 from scheduler.measure.conversation import reply_of
-from scheduler.measure.protocol import decode, encode
+from scheduler.measure.protocol import Caution, decode, encode
 from search_spaces.target import Target
 
 MESSAGES = [
