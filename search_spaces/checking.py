@@ -166,10 +166,13 @@ def _compile(lowered: Any) -> Any:
     elsewhere = _ELSEWHERE.get()
     devices: list[Any] = list(elsewhere.device_set) if elsewhere is not None else jax.devices()
     # A reference keeps each rounding: by default XLA drops a conversion to a narrower dtype and back.
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if devices[0].platform in ("gpu", "cuda"):
-        options["xla_gpu_autotune_level"] = 0
+    options = {"xla_allow_excess_precision": False} | without_autotuning(devices[0].platform)
     return lowered.compile(compiler_options=options)
+
+
+def without_autotuning(platform: str) -> dict[str, Any]:
+    """Returns compiler options for a program that only checks: on a GPU, XLA takes the first correct algorithm."""
+    return {"xla_gpu_autotune_level": 0} if platform in ("gpu", "cuda") else {}
 
 
 def widened(x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from scheduler.functions.rewrite import with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
+from search_spaces.checking import without_autotuning
 from search_spaces.problem import Problem
 
 Run = functools.partial[Any]  # a compiled function with its arrays
@@ -71,7 +72,8 @@ class CompiledFunction:
         def compiled() -> Any:
             with planned.plan(planned.InForce(plan)):
                 run = with_noise(jax.make_jaxpr(self.call)(*self.arrays), products)
-                return jax.jit(run).lower(0, *self.arrays).compile()
+                options = without_autotuning(jax.default_backend())
+                return jax.jit(run, compiler_options=options).lower(0, *self.arrays).compile()
 
         return lambda seed: compiled()(seed, *self.arrays)
 

@@ -16,7 +16,7 @@ from jax import lax
 from scheduler.functions.noise import FINEST
 from scheduler.measure.verification import rounded_differently
 from search_spaces import fingerprint, lowering_compat, recognise
-from search_spaces.checking import VALUE_KINDS, with_special_values
+from search_spaces.checking import VALUE_KINDS, with_special_values, without_autotuning
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Value
@@ -328,7 +328,8 @@ class RegionComparison:
         results: Sequence[Any],
         kinds: Sequence[str],
     ) -> str | None:
-        compared = jax.jit(lambda *roots: _errors_of(plain, wide, roots, tuned(*roots)))
+        options = without_autotuning(jax.default_backend())
+        compared = jax.jit(lambda *roots: _errors_of(plain, wide, roots, tuned(*roots)), compiler_options=options)
         for kind in kinds:
             roots = self._operands(kind)
             # By luck, the plain version rounds some special operands exactly.

@@ -74,11 +74,12 @@ def optimize(
     backward pass computes activations again rather than reading them.
 
     The first call for each combination of shapes, dtypes, weak types, shardings, static arguments and structure
-    compiles both versions and runs both on the arguments. Their results are compared, and they are timed in interleaved
-    rounds for up to `seconds`. The tuned version is kept if its results agree and it is faster with 99 % confidence. If
-    no equation is replaced, or if `fn` has side effects, XLA's version is used and nothing is timed. A job of several
-    processes also skips timing: it uses a plan (`scheduler.plan`), or XLA's version if no plan is active. `report()`
-    lists the decisions and their reasons.
+    compiles both versions and runs both on the arguments. Each kernel is compared with its equations in float32, on the
+    function's own values, and left out if it disagrees. The results of both versions may differ by 3 times the change
+    that rounding noise makes. Both are timed in interleaved rounds for up to `seconds`. The tuned version is kept if
+    its results agree and it is faster with 99 % confidence. If no equation is replaced, or if `fn` has side effects,
+    XLA's version is used and nothing is timed. A job of several processes also skips timing: it uses a plan
+    (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and their reasons.
 
     Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
     optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and

@@ -22,6 +22,7 @@ from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.interleaved import Seconds
 from scheduler.functions.noise import with_noise
+from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -263,13 +264,12 @@ class Trial:
                 f"it has side effects ({kinds}), which would occur several times if both versions were tried"
             )
         try:
-            lowered, compiled = self._compiled(traced, compared=not several)
-            if not lowered.replaced and not lowered.changes:
+            lowered, compiled, noisy = self._compiled(traced, compared=not several)
+            if compiled is None:
                 return self._decision(NOTHING_REPLACED, lowered)
             if several:
                 return self._decision(PLANNED, lowered, compiled)
-            donated = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
-            return self._try_both(lowered, compiled, traced, donated)
+            return self._try_both(lowered, compiled, noisy, traced)
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
@@ -281,45 +281,56 @@ class Trial:
         devices = self.given.devices() or jax.local_devices()[:1]
         return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
 
-    def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any]:
-        """Lowers and compiles the tuned version, without the kernels that disagree with the equations in place."""
+    def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
+        """Lowers and compiles the tuned version, without the kernels that disagree with their equations in place.
+
+        Returns:
+          The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
+          leaves of the arguments. None stands for versions that are not needed.
+        """
         platform, refused = self._platform(), dict[Any, str]()
+        options = without_autotuning(jax.default_backend())
         while True:
             lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
             lowered = lower(refused=refused)
-            if not compared or not lowered.replaced:
-                return lowered, lowered.lowered.compile()
+            if not lowered.replaced and not lowered.changes:
+                return lowered, None, None
+            if not compared:
+                return lowered, lowered.lowered.compile(), None
             in_place = InPlace()
             observed = lower(refused=refused, in_place=in_place).lowered
-            with concurrent.futures.ThreadPoolExecutor(1) as beside:  # XLA compiles without the interpreter's lock
-                compiled = beside.submit(lowered.lowered.compile)
-                wrong = self._disagreements(observed, in_place, traced)
+            products = comparison.products_rounding(each.problem for each in lowered.replaced)
+            noisy = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options).lower(0, *self.given.leaves)
+            with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+                beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
+                compiles = [beside.submit(each.compile) for each in (lowered.lowered, noisy)]
+                compiles.append(beside.submit(observed.compile, compiler_options=options))
+            wrong = self._disagreements(compiles.pop(), in_place, traced)
             if not wrong:
-                return lowered, compiled.result()
+                return lowered, *(each.result() for each in compiles)
             for reason in wrong.values():
                 text.warn_safely(f"{self.function}: a kernel is not used: {reason}")
             refused |= wrong
 
     def _disagreements(self, observed: Any, in_place: InPlace, traced: Any) -> Mapping[Any, str]:
         """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
-        donated = [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
-        jax.block_until_ready(self.given.copied(donated).call(observed.compile()))
+        try:
+            jax.block_until_ready(self.given.copied(_donated(traced)).call(observed.result()))
+        except jax.errors.JaxRuntimeError:  # equations in float32 beside the function may need too much memory
+            return {}
         return in_place.refusals()
 
-    def _try_both(self, lowered: Lowered, compiled: Any, traced: Any, donated: Sequence[bool]) -> Decided:
+    def _try_both(self, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
+        donated = _donated(traced)
+
         def plain() -> Any:
             return self._plain(self.given.copied(donated))
 
         def tuned() -> Any:
             return self.given.copied(donated).call(compiled)
 
-        @functools.cache
-        def noisy() -> Any:
-            products = comparison.products_rounding(each.problem for each in lowered.replaced)
-            return jax.jit(with_noise(traced.jaxpr, products))
-
         expected = jax.block_until_ready(plain())
-        if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy()(seed, *self.given.leaves)):
+        if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy(seed, *self.given.leaves)):
             return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
         memory = {"plain_bytes": peak_bytes(traced.lower().compile()), "tuned_bytes": peak_bytes(compiled)}
@@ -342,6 +353,11 @@ class Trial:
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
         text.warn_safely(f"{self.function}: XLA's version is used: {reason}")
         return self._decision(reason, lowered)
+
+
+def _donated(traced: Any) -> list[bool]:
+    """Returns for each leaf of the arguments whether the call donates it."""
+    return [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
 
 
 def _times_text(plain: Seconds, tuned: Seconds) -> str:
