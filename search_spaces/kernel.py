@@ -70,6 +70,13 @@ class Kernel(abc.ABC, Generic[P, S]):
         """
         return None
 
+    def require_results(self, problem: P, target: Target) -> None:
+        """Raises a `DeclarationError` if no schedule returns what the problem asks for.
+
+        A call asks this on a cache miss. A search does not: it traces schedules in its workers.
+        """
+        return
+
     def largest_array(self, problem: P) -> int:
         """Returns the elements of the largest array that any schedule accesses in device memory, padding included."""
         return max(s.size for s in (*problem.operands(), *problem.results()))

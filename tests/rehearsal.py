@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import Any
 
+from scheduler.core.fingerprints import of_schedule
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement, Outcome
 from scheduler.measure.runner import Task, environment
@@ -33,6 +34,9 @@ class Rehearsal:
 
     def confirm(self, task: Task) -> Failure | None:
         return None
+
+    def fingerprint(self, task: Task) -> str:
+        return of_schedule(task.operation.kernel(task.backend), task.problem, task.schedule, self.hardware.target)
 
     def others(self) -> int:
         return 0

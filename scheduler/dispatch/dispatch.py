@@ -329,6 +329,8 @@ class _Selection:
             why = f" ({invalid_reason})" if invalid_reason else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._call_text(hardware)}{why}; run: {command}")
+        for kernel in self.operation.kernels:
+            kernel.require_results(self.problem, hardware.target)
         if isinstance(invalid_reason, Changed) and (policy != "tune" or self.options.target):
             command = hints.tune(self.operation, self.problem, hardware)
             warn_once(f"{self._call_text(hardware)}: {invalid_reason}; to measure it again, run: {command}")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from search_spaces import checking
 from search_spaces.autotuned.arguments import (
@@ -271,6 +272,10 @@ class FunctionKernel(Kernel[CallProblem, Any]):
             )
         return answer
 
+    def require_results(self, problem: CallProblem, target: Target) -> None:
+        if self.supports(problem, target) is None:
+            _require_results(self, problem, target, problem.declared.bindings.generation())
+
     def space(self, problem: CallProblem, target: Target) -> Space[Any]:
         declared, told = problem.declared, {**values_of(problem), TARGET: target}
         choices = {name: given(told) if callable(given) else given for name, given in declared.choices.items()}
@@ -297,6 +302,49 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         if declared.arguments.wants_target:
             named[TARGET] = target
         return declared.run(*placed(problem, args), **named)
+
+
+# Number of schedules traced to determine result types, which seldom differ within a space.
+_TELLING = 8
+
+
+@functools.lru_cache(maxsize=1024)
+def _require_results(kernel: FunctionKernel, problem: CallProblem, target: Target, generation: int) -> None:
+    """Traces schedules, spread over the space, until one returns the reference's result types, or raises.
+
+    Raises:
+      DeclarationError: none does, so that no schedule of the function could ever be used.
+    """
+    space = kernel.space(problem, target)
+    points, _ = space.legal()
+    wanted, returned = problem.results(), ""
+    for index in np.unique(np.linspace(0, len(points) - 1, min(len(points), _TELLING)).astype(int)):
+        schedule = space.schedule(**points.row(int(index)))
+        try:
+            found = jax.eval_shape(functools.partial(kernel.run, problem, schedule, target), *problem.operands())
+        except Exception:  # a search reports each schedule that does not build
+            return
+        results = as_tuple(found)
+        if isinstance(found, tuple | list) == isinstance(problem.result(), tuple) and _types(results) == _types(wanted):
+            return
+        returned = _told(found)
+    if returned:
+        name = problem.declared.function.__name__
+        raise DeclarationError(
+            f"{name} returns {returned} for {problem}, and its reference {_told(problem.result())}: no schedule "
+            "could ever answer; let both return the same shapes, dtypes and number of results"
+        )
+
+
+def _types(results: Sequence[Any]) -> list[Any]:
+    return [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in results]
+
+
+def _told(result: Any) -> str:
+    """Formats the result type of a function."""
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_told, result))}{',' * (len(result) == 1)})"
+    return array_text(result) if isinstance(result, jax.ShapeDtypeStruct) else f"a {type(result).__name__}"
 
 
 class _Namespace(Mapping[str, Any]):

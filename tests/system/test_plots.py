@@ -429,7 +429,7 @@ def test_a_picture_is_written_where_it_is_wanted(tmp_path):
         (["gains", "softmax", "rows=3"], 1, "no such record is stored or shipped"),
         (["best-so-far", "matmul", "m=4096", "n=4096", "k=4096"], 1, "no trials are kept"),
         (["best-so-far", "--recording", "nowhere.jsonl.gz"], 1, "nowhere.jsonl.gz cannot be read"),
-        (["gains", "--out", "nowhere/g.svg"], 1, "nowhere/g.svg: No such file"),
+        (["gains", "--out", "nowhere/g.svg"], 1, "nowhere does not exist: create it"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, status, sentence, tmp_path, monkeypatch):

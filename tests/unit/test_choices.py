@@ -246,14 +246,13 @@ def returning(result, *, reference, tile=(1, 2), name="returning"):
         (lambda x, tile: x[tile:], lambda x: x, r"returns float32\[14\]"),
     ],
 )
-@pytest.mark.parametrize("use", ["call", "jit", "vmap", "tune"])
+@pytest.mark.parametrize("use", ["call", "jit", "vmap"])
 def test_what_could_never_answer_is_told_at_the_first_use(result, reference, words, use):
     function = returning(result, reference=reference)
     called = {
         "call": lambda: function(X),
         "jit": lambda: jax.jit(function)(X),
         "vmap": lambda: jax.vmap(function)(X[None]),
-        "tune": lambda: function.tune(X, budget=1),
     }
     with pytest.raises(DeclarationError, match=words):
         called[use]()
