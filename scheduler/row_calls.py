@@ -240,8 +240,9 @@ def tuned_cross_entropy(
     Args:
       logits: ``[..., columns]``.
       labels: integers ``[...]``; the loss of another label that is no column is NaN.
-      ignore_index: rows with this label, such as -100, have a loss and a gradient of zero. A mean over the rows counts
-        them: divide the sum by ``(labels != ignore_index).sum()``. None ignores no row.
+      ignore_index: rows with this label, such as -100, have a loss of zero, and a gradient of zero if their logits are
+        finite. A mean over the rows counts them: divide the sum by ``(labels != ignore_index).sum()``. None ignores no
+        row.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Union
@@ -37,7 +38,8 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
 
     Args:
       named: an Optuna sampler; "model"; a key of `SAMPLERS`; or ``module:NAME``, which refers to a sampler, a sampler
-        class or a function that returns a sampler. A class or a function is called with ``seed=seed``.
+        class or a function that returns a sampler. A class or a function is called with ``seed=seed`` if it has that
+        parameter, else without arguments.
 
     Raises:
       TypeError, ValueError: `named` is not a sampler, or the sampler needs a package that is not installed.
@@ -61,7 +63,14 @@ def _made(named: Sampler, seed: int) -> BaseSampler:
             made = value_of(named)
         except (ImportError, AttributeError, OSError) as error:
             raise ValueError(f"the sampler {named} cannot be loaded: {error}") from error
-        made = made(seed=seed) if callable(made) else made
+        if callable(made):
+            try:
+                made = made(seed=seed) if "seed" in inspect.signature(made).parameters else made()
+            except Exception as error:  # a class or a function of the user's own
+                raise ValueError(
+                    f"a call of {named} with the seed alone makes no sampler: {type(error).__name__}: {error}; write a "
+                    "function that returns the sampler, and name that function"
+                ) from error
         if not isinstance(made, optuna.samplers.BaseSampler):
             raise ValueError(f"{named} must be or return an Optuna sampler, found {type(made).__name__}")
         return made

@@ -216,6 +216,28 @@ WRONG_IN_X64 = {
 }
 
 
+def norm_in_one_pass_before_a_product(x, y):
+    variance = jnp.maximum(variance_in_one_pass(x), 0)[:, None]
+    return jnp.dot((x - x.mean(-1, keepdims=True)) * lax.rsqrt(variance + 1e-5), y, precision="highest")
+
+
+def distance_by_products(x, y):
+    return jnp.sqrt((x * x).sum(-1) + (y * y).sum(-1) - 2 * (x * y).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("reference", "kernel", "shape"),
+    [
+        (lambda x, y: jnp.dot(centered(x), y, precision="highest"), norm_in_one_pass_before_a_product, (32, 64)),
+        (lambda x, y: jnp.linalg.norm(x - y, axis=-1), distance_by_products, (16, 32)),
+    ],
+)
+def test_kernels_of_two_operands_that_cancel_are_refused(reference, kernel, shape):
+    failure = verified(reference, kernel, FLOATS, jax.ShapeDtypeStruct(shape, jnp.float32), tolerance=1e-3)
+    assert isinstance(failure, Failure)
+    assert 'special operands ("offset")' in failure.detail
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_refused(wrong):
     reference, kernel, x, *told = WRONG[wrong]
@@ -235,8 +257,19 @@ def test_what_is_wrong_in_64_bits_is_refused(wrong):
     assert "elements are off; the worst" in failure.detail
 
 
+def masked_scores(x, y, masked):
+    scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), jnp.dot(x, y.T, precision="highest"), masked)
+    return jax.nn.softmax(scores, axis=-1) @ y
+
+
 # Wrong for operands for which another order of sums may differ -> the kinds, the reference, the kernel, its operands.
 DISPUTED = {
+    "attention that masks by -inf": (
+        ["-inf"],
+        lambda x, y: masked_scores(x, y, -1e30),
+        lambda x, y: masked_scores(x, y, -jnp.inf),
+        [FLOATS, FLOATS],
+    ),
     "NaN to 0": (
         ["nan"],
         lambda x: 2 * x,

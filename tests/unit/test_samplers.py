@@ -241,14 +241,16 @@ def test_a_name_a_class_a_function_and_an_object_are_samplers_and_all_else_is_re
     module.made = lambda seed: optuna.samplers.RandomSampler(seed=seed)
     module.ready = optuna.samplers.RandomSampler()
     module.wrong = lambda seed: 7
+    module.Grid, module.seedless = optuna.samplers.GridSampler, lambda: module.ready
     monkeypatch.setitem(sys.modules, "own_samplers", module)
     assert sampler_of("model", 0) is None
     assert isinstance(sampler_of("own_samplers:Tpe", 0), optuna.samplers.TPESampler)
     assert isinstance(sampler_of("own_samplers:made", 0), optuna.samplers.RandomSampler)
-    assert sampler_of("own_samplers:ready", 0) is module.ready
+    assert sampler_of("own_samplers:ready", 0) is sampler_of("own_samplers:seedless", 0) is module.ready
     for named, why in [
         ("tpee", "use model, tpe, gp, cmaes, nsgaii, qmc, random, or module:NAME"),
         ("own_samplers:wrong", "must be or return an Optuna sampler, found int"),
+        ("own_samplers:Grid", "with the seed alone makes no sampler: TypeError: .*'search_space'"),
         ("own_samplers:nothing", "cannot be loaded"),
         ("no_such_module:NAME", "cannot be loaded"),
     ]:
