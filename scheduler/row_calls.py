@@ -249,7 +249,7 @@ def tuned_cross_entropy(
       A float32 array ``[...]``, the loss of each row.
 
     Raises:
-      TypeError: labels, or an `ignore_index`, that are no integers.
+      TypeError: labels or an `ignore_index` that are not integers.
       ValueError: labels of another shape than ``logits.shape[:-1]``, or an `ignore_index` of more than 32 bits.
       CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """

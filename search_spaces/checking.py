@@ -247,7 +247,7 @@ def _altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -
     flat = x.reshape(-1, columns)
     row, column = (lax.broadcasted_iota(jnp.uint32, flat.shape, axis) for axis in (0, 1))
     # Operands differ, or gradients by them would cancel.
-    drawn = _mixed(row * np.uint32(0x9E3779B9) + column + number * np.uint32(0x85EBCA6B))
+    drawn = mixed_bits(row * np.uint32(0x9E3779B9) + column + number * np.uint32(0x85EBCA6B))
     made = _integers if jnp.issubdtype(x.dtype, jnp.integer) else _floats
     return lax.switch(kind, made(flat, row, column, drawn, first)).reshape(x.shape)
 
@@ -299,7 +299,7 @@ def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, f
 
     def holding(value: float) -> jax.Array:
         rows, columns = x.shape
-        place = _mixed(row + np.uint32(77)) % np.uint32(columns)
+        place = mixed_bits(row + np.uint32(77)) % np.uint32(columns)
         chosen = row % np.uint32(4) == np.uint32(0) if first else row == np.uint32(rows // 3)
         there = chosen & (column == place)
         if first and math.isinf(value):
@@ -330,7 +330,7 @@ def _with_equal_rows(values: jax.Array, row: jax.Array, equal: float) -> jax.Arr
     return jnp.where(which == np.uint32(5), jnp.zeros_like(values), some)
 
 
-def _mixed(bits: jax.Array) -> jax.Array:
+def mixed_bits(bits: jax.Array) -> jax.Array:
     """Mixes bits so that each input bit counts (Chris Wellons, "Prospecting for Hash Functions", lowbias32)."""
     bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)

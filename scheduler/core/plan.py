@@ -136,7 +136,7 @@ class Plan:
         Raises:
           PlanError: it cannot be read, is damaged, has a newer format, or was edited after it was written; the message
             says what to do.
-          TypeError: `path` is no path.
+          TypeError: `path` is neither text nor a path.
         """
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"expected a scheduler.Plan or the path of its file, found {reprlib.repr(path)}")

@@ -15,7 +15,7 @@ from jax import lax
 
 from scheduler.functions.noise import FINEST
 from scheduler.measure.verification import rounded_differently
-from search_spaces import fingerprint, lowering_compat, recognise
+from search_spaces import checking, fingerprint, lowering_compat, recognise
 from search_spaces.checking import VALUE_KINDS, with_special_values, without_autotuning
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
@@ -219,7 +219,8 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def widened(x: Any) -> Any:
-    return jnp.asarray(x).astype(jnp.float32) if hasattr(x, "dtype") and _is_narrow(x.dtype) else x
+    """Returns an array of a narrower floating-point dtype in float32, and anything else as it is."""
+    return checking.widened(jnp.asarray(x)) if hasattr(x, "dtype") and _is_narrow(x.dtype) else x
 
 
 # ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from scheduler.functions import comparison
 from scheduler.functions.comparison import RegionComparison
 from search_spaces import jax_compat, lowering_compat, recognise
 from search_spaces.problem import Problem
-from search_spaces.recognise import Region, Value
+from search_spaces.recognise import Region
 
 # Takes the arrays of a comparison, and has no results. `recognise.graph` does not count it among the users of an array,
 # so that a function with comparisons is rewritten as one without.
@@ -61,7 +61,10 @@ class InPlace:
         """
         found = RegionComparison(region)
         first, last = region.stages[0], region.stages[-1]
-        early = _above((*first.inputs, *first.results), region.roots) if len(region.stages) > 1 else [*region.roots]
+        of_first = (*first.inputs, *first.results)
+        read = {id(x) for node in recognise.equations_between(of_first, region.roots) for x in node.inputs}
+        read |= set(map(id, of_first))
+        early = [x for x in region.roots if first is last or id(x) in read]
         late = [x for x in region.roots if x not in early]
 
         def observe(*args: Any) -> None:
@@ -104,14 +107,3 @@ class InPlace:
     def _note(self, key: Hashable, results: Sequence[Any], least: float, errors: jax.Array) -> None:
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         jax.debug.callback(lambda found: self._found[key].append((structs, least, np.asarray(found))), errors)
-
-
-def _above(values: Sequence[Value], roots: Sequence[Value]) -> list[Value]:
-    """Returns the roots that these values are computed from."""
-    left, seen, ends = list(values), set[int](), {id(x) for x in roots}
-    while left:
-        x = left.pop()
-        if id(x) not in seen:
-            seen.add(id(x))
-            left += () if id(x) in ends or x.node is None else x.node.inputs
-    return [x for x in roots if id(x) in seen]

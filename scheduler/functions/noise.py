@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces import fingerprint, lowering_compat, recognise
+from search_spaces.checking import mixed_bits
 
 # Relative noise of float32 results that programs round differently: sums in another order, and exponentials.
 FINEST = 2.0**-20
@@ -99,14 +100,18 @@ class _Noise:
         def body(state: Any, sliced: Sequence[Any]) -> Any:
             seed, carry = state
             # Each iteration numbers its equations alike, and has another seed.
-            inside = dataclasses.replace(self, seed=_mixed(seed))
+            inside = dataclasses.replace(self, seed=mixed_bits(seed))
             results = inside.evaluated(params["jaxpr"], (*held, *carry, *sliced))
             return (seed + np.uint32(1), results[:carried]), results[carried:]
 
-        seed = self.seed ^ np.uint32(next(self.numbers) * 0x9E3779B9 & 0xFFFFFFFF)
+        seed = self.seed ^ self._number()
         how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
         (_, carry), ys = lax.scan(body, (seed, [*carry]), list(xs), **how)
         return [*carry, *ys]
+
+    def _number(self) -> np.uint32:
+        """Returns 32 bits that differ for each equation."""
+        return np.uint32(next(self.numbers) * 0x9E3779B9 & 0xFFFFFFFF)
 
     def _size(self, name: str, dtype: Any, before: float) -> float:
         """Returns the relative noise of a result: 0 if the equation does not round it."""
@@ -122,11 +127,10 @@ class _Noise:
     def _moved(self, x: Any, size: float) -> Any:
         if not size or not x.size:
             return x
-        number = np.uint32(next(self.numbers) * 0x9E3779B9 & 0xFFFFFFFF)
         index = jnp.zeros(x.shape, jnp.uint32)
         for axis in range(x.ndim):
             index = index * np.uint32(x.shape[axis] & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        bits = _mixed(_mixed(index ^ number) + self.seed)
+        bits = mixed_bits(mixed_bits(index ^ self._number()) + self.seed)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         real = jnp.finfo(wide).dtype
         unit = bits.astype(real) * jnp.asarray(2.0**-31, real) - jnp.asarray(1, real)
@@ -136,10 +140,3 @@ class _Noise:
 def _eps(dtype: Any) -> float:
     """Returns the relative unit of a floating-point dtype; 0 for other dtypes."""
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
-
-
-def _mixed(bits: jax.Array) -> jax.Array:
-    """Mixes bits so that each input bit counts (Chris Wellons, "Prospecting for Hash Functions", lowbias32)."""
-    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return bits ^ (bits >> np.uint32(16))

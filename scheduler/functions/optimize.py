@@ -138,6 +138,7 @@ class Optimized(PosesProblems):
         traced = fn if self._by_jax else pure.checked(fn)
         self._jitted: Any = fn if self._by_jax and not jit_options else jax.jit(traced, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
+        self._parameters = functools.partial(parameters_of, fn)
         # Whether the function branches on Python numbers, so that they must be compile-time constants.
         self._static_numbers = False
         # Whether every call must go through `pure_call`. Computed at the first call, since globals may be assigned
@@ -161,7 +162,7 @@ class Optimized(PosesProblems):
             self._always_opened = is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
         if self._always_opened:
             return self._call_opened(args, kwargs)
-        given = Arguments(self._static, args, kwargs, functools.partial(parameters_of, self._fn))
+        given = Arguments(self._static, args, kwargs, self._parameters)
         try:
             key = (self._current_options(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)

@@ -91,11 +91,9 @@ class Arguments:
 
     def copied(self, donated: Sequence[bool]) -> Arguments:
         """Returns these arguments, with donated leaves of `dynamic` copied."""
-        return self.changed(lambda x, number: _copy(x) if donated[number] else x) if any(donated) else self
-
-    def changed(self, change: Callable[[Any, int], Any]) -> Arguments:
-        """Returns these arguments, with each leaf of `dynamic` replaced by ``change(leaf, number)``."""
-        leaves = [change(x, number) for number, x in enumerate(self.leaves)]
+        if not any(donated):
+            return self
+        leaves = [_copy(x) if given_up else x for x, given_up in zip(self.leaves, donated, strict=True)]
         args, kwargs = jax.tree.unflatten(jax.tree.structure(self.dynamic), leaves)
         rest = iter(args)
         whole = tuple(x if number in self._numbers else next(rest) for number, x in enumerate(self.args))
@@ -303,16 +301,18 @@ class Trial:
             noisy = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options).lower(0, *self.given.leaves)
             with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
                 beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
-                compiles = [beside.submit(each.compile) for each in (lowered.lowered, noisy)]
-                compiles.append(beside.submit(observed.compile, compiler_options=options))
-            wrong = self._disagreements(compiles.pop(), in_place, traced)
+                compiled, with_noise_compiled = (beside.submit(each.compile) for each in (lowered.lowered, noisy))
+                compared_in_place = beside.submit(observed.compile, compiler_options=options)
+            wrong = self._disagreements(compared_in_place, in_place, traced)
             if not wrong:
-                return lowered, *(each.result() for each in compiles)
+                return lowered, compiled.result(), with_noise_compiled.result()
             for reason in wrong.values():
                 text.warn_safely(f"{self.function}: a kernel is not used: {reason}")
             refused |= wrong
 
-    def _disagreements(self, observed: Any, in_place: InPlace, traced: Any) -> Mapping[Any, str]:
+    def _disagreements(
+        self, observed: concurrent.futures.Future[Any], in_place: InPlace, traced: Any
+    ) -> Mapping[Any, str]:
         """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
         try:
             jax.block_until_ready(self.given.copied(_donated(traced)).call(observed.result()))
