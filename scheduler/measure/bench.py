@@ -253,8 +253,7 @@ class Bench:
     def _wrong_on_special(self, candidate: Built) -> Finding:
         """Returns the first error of a candidate on special operands: a failure, or else one on disputed operands.
 
-        The first kind compiles the programs that draw and check the operands. After that, the device lock is held
-        throughout.
+        The first kind compiles the programs that draw and check the operands. From then on, the device lock is held.
         """
         kinds, disputed = self._problem.special(), dict[str, str]()
         with contextlib.ExitStack() as stack:
