@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import api_util, checkify, config, debugging, source_info_util
-from jax._src.interpreters import mlir
+from jax._src import api_util, checkify, config, debugging, pjit, source_info_util, tree_util
+from jax._src.interpreters import mlir, pxla
 from jax._src.pallas.pallas_call import pallas_call_p
 from jax.experimental import jet
 from jax.extend.core import Primitive
@@ -106,6 +106,41 @@ def runs_anywhere(jitted: Any) -> bool:
 def trace_context() -> Any:
     """Returns JAX's trace cache key besides the arguments: a mesh, the default precision, `scheduler.target`."""
     return config.trace_context()
+
+
+def dispatched(
+    name: str,
+    select: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]] | None],
+    static: tuple[tuple[int, ...], tuple[str, ...]],
+) -> Callable[..., Any]:
+    """Returns a function whose calls cost what calls of a `jax.jit` function cost: JAX's C++ code finds their program.
+
+    The key of JAX includes the structure, shapes, dtypes and placement of the arguments, and `trace_context`.
+
+    Args:
+      select: From the arguments of a call with a new key to a `jax.stages.Compiled` and the arguments that it takes,
+        without the static ones. None makes this call, and later ones with this key, return `NotImplemented`.
+      static: Indices and names of the static arguments.
+    """
+
+    def miss(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        selected = select(args, kwargs)
+        if selected is None:
+            return NotImplemented, None, False
+        compiled, given, named = selected
+        params = compiled._params
+        results, flat_results, flat = type(compiled).call(params, *given, **named)
+        executable, fast = params.executable, None
+        if not executable.unsafe_call.has_host_callbacks:  # the entry would not keep the callbacks alive
+            constants = executable.shard_const_args(params.const_args)
+            fast = pjit._get_fastpath_data(executable, params.out_tree, flat, flat_results, (), (), None, constants)
+        return results, fast, False  # keep the entry
+
+    keys, shard = pxla.JitGlobalCppCacheKeys(), pxla.cc_shard_arg
+    function: Callable[..., Any] = pjit._jax.pjit(  # type: ignore[attr-defined]
+        name, None, miss, list(static[0]), list(static[1]), keys, tree_util.dispatch_registry, shard
+    )
+    return function
 
 
 def infer_layouts_sooner() -> None:

@@ -185,18 +185,29 @@ def reload() -> None:
 
     Functions compiled with the user's own `jax.jit` keep the schedules they were compiled with.
     """
-    global _decisions
+    global _decisions, _changes
     constants.forget()
     planned.forget()
     with _replacing:
         old, _decisions = _decisions, _Decisions(_decisions.generation + 1)
+        _changes += 1
     old.cache.close()
 
 
 def forget(operation: Operation[Any]) -> None:
     """Drops the decisions for one operation, so that later calls read the stores again."""
+    global _changes
     with _replacing:
         _edits[operation] = _edits.get(operation, 0) + 1
+        _changes += 1
+
+
+def settings() -> tuple[int, str | None, str | None]:
+    """Returns values that change whenever `options` or `planned.in_force` may return other values for equal arguments.
+
+    They are no part of JAX's own key of a call, as targets and plans are that a context sets.
+    """
+    return _changes, os.environ.get(ENVIRONMENT), os.environ.get(planned.ENVIRONMENT)
 
 
 def user_cache() -> Cache:
@@ -433,4 +444,5 @@ def hardware_for(platform: str, target: str) -> Hardware:
 _replacing = threading.Lock()
 # Operation -> the number of `forget` calls.
 _edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
+_changes = 0  # the number of calls of `reload` and `forget`
 _decisions = _Decisions(0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from search_spaces import lowering_compat
 
@@ -41,6 +44,32 @@ def equinox_donated(
     first = next(iter(bound.arguments)) if first_is_named else None
     names = tuple(name for name in kwargs if (given.donate_first if name == first else given.donate_rest))
     return numbers, names
+
+
+def rejitted_by_equinox(fn: Any, replaced: Callable[[Any], Any]) -> Any:
+    """Returns a copy of a `filter_jit` function, but ``replaced(f)`` runs for its function `f` of arrays.
+
+    None stands for a version of Equinox whose jitted functions are built otherwise.
+    """
+    jitted = getattr(fn, "_cached", None)
+    if not lowering_compat.is_jitted(jitted):
+        return None
+    again = copy.copy(fn)
+    object.__setattr__(again, "_cached", replaced(jitted))
+    return again
+
+
+def arguments_of_equinox(donated: Any, kept: Any, static: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arrays of a `filter_jit` call by its own arguments, from the arguments of its inner function."""
+    arrays = {**donated, **kept}
+    combine = getattr(sys.modules.get("equinox._compile_utils"), "hashable_combine", None)
+    if combine is None or len(static) != 3:
+        return tuple(arrays.values()), {}
+    _, first, rest = (
+        jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, combine(arrays[name], each))
+        for name, each in zip(("fun", "first", "rest"), static, strict=True)
+    )
+    return (first, *rest[0])[:-1], rest[1]  # the last argument is a placeholder
 
 
 @contextlib.contextmanager
@@ -122,6 +151,32 @@ def unwrapped_flax(fn: Any) -> Any:
     if how is None or getattr(fn, "in_shardings", 1) is not None or getattr(fn, "out_shardings", 1) is not None:
         return fn
     return getattr(fn, "fun", fn) if lowering_compat.runs_anywhere(how) else fn
+
+
+def jitted_by_flax(
+    fn: Callable[..., Any], function: Callable[..., Any], options: Mapping[str, Any], replaced: Callable[[Any], Any]
+) -> Any:
+    """Returns `function` jitted by `nnx.jit`, but ``replaced(f)`` runs for the function `f` of split modules.
+
+    None stands for a version or a mode of flax.nnx whose jitted functions are built otherwise.
+
+    Args:
+      fn: The result of `nnx.jit`, which gives the static and donated arguments; or a plain function.
+      options: Options of `jax.jit`, which `nnx.jit` also has.
+    """
+    options = dict(options)
+    how = flax_jitted(fn)
+    if how is not None:
+        for name, (numbers, names) in {
+            "static": lowering_compat.static_arguments(how),
+            "donate": lowering_compat.donated_arguments(how),
+        }.items():
+            options |= {f"{name}_argnums": numbers, f"{name}_argnames": names}
+    jitted = sys.modules["flax.nnx"].jit(function, **options)
+    if type(jitted).__name__ != "JitWrapped" or (how is not None and type(fn) is not type(jitted)):
+        return None
+    jitted.jitted_fn = replaced(jitted.jitted_fn)
+    return jitted
 
 
 def is_of_another_flax_trace(error: Exception) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -11,7 +11,7 @@ import threading
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -23,7 +23,7 @@ from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import interleaved, pure
+from scheduler.functions import interleaved, module_libraries, pure
 from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.problems import PosesProblems
@@ -50,6 +50,8 @@ EVEN_ODDS = 1.0
 _OF_THE_WHOLE = ("backend", "compiler_options", "device", "inline", "keep_unused")
 # Options of `jax.jit` that mark individual arguments. `pure_call` applies them.
 _MARKS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+# Options of `flax.nnx.jit` among those.
+_OF_FLAX = {*_MARKS, "backend", "device", "inline", "keep_unused"}
 
 
 def optimize(
@@ -133,50 +135,114 @@ class Optimized(PosesProblems):
         seconds: float,
         jit_options: dict[str, Any],
     ) -> None:
-        self._fn, self._jit_options = fn, jit_options
+        self._fn, self._jit_options, self._backends = fn, jit_options, backends
         self._by_jax = lowering_compat.is_jitted(fn)
         traced = fn if self._by_jax else pure.checked(fn)
         self._jitted: Any = fn if self._by_jax and not jit_options else jax.jit(traced, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
-        self._parameters = functools.partial(parameters_of, fn)
+        self._parameters, self._shown = functools.partial(parameters_of, fn), None
         # Whether the function branches on Python numbers, so that they must be compile-time constants.
         self._static_numbers = False
         # Whether every call must go through `pure_call`. Computed at the first call, since globals may be assigned
         # until then.
         self._always_opened = False if self._by_jax else None
+        # The function jitted by flax.nnx or Equinox, with `_Inner` inside, for functions or calls of these libraries.
+        self._by_library: Any = None
+        self._inner: _Inner | None = None
         self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
         self._table: collections.OrderedDict[Any, _Version] = collections.OrderedDict()
         self._constants: collections.Counter[Any] = collections.Counter()
-        self._guard = threading.Lock()
+        self._guard, self._library_guard = threading.Lock(), threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
         self._operations = replacing_operations()
         self._named = backends_of_each(self._operations, backends)
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
         self.__name__: str = _name(fn)
+        # Calls the version of known arguments. Replaced if the settings change, for which it selected.
+        self._dispatched: Callable[..., Any] = _unanswered
+        self._settings: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._fn(*args, **kwargs)
         if self._always_opened is None:
-            self._always_opened = is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
+            self._always_opened = self._must_open()
+        if self._by_library is not None:
+            try:
+                return self._by_library(*args, **kwargs)
+            except (pure.Impure, *_CONCRETE):
+                self._by_library, self._always_opened = None, True
         if self._always_opened:
             return self._call_opened(args, kwargs)
-        given = Arguments(self._static, args, kwargs, self._parameters)
+        if (settings := dispatch.settings()) != self._settings:
+            self._dispatched = lowering_compat.dispatched(self.__name__, self._select, self._static)
+            self._settings = settings
+        try:
+            result = self._dispatched(*args, **kwargs)
+        except lowering_compat.InternalFloatingPointError as error:
+            raise self._invalid(error) from None
+        except BaseException:
+            self._settings = None  # JAX no longer keeps a program for these arguments
+            raise
+        return self._call_undispatched(args, kwargs) if result is NotImplemented else result
+
+    def _must_open(self) -> bool:
+        fn = module_libraries.unwrapped_flax(self._fn)
+        if pure.holds_arrays_or_state(fn):
+            return True
+        if is_library_jitted(self._fn):
+            self._jit_by_library()
+        return bool(self._always_opened)
+
+    def _jit_by_library(self) -> None:
+        """Makes later calls those of flax.nnx or Equinox, which split modules, with a function of arrays inside."""
+        with self._library_guard:
+            if self._by_library is None:
+                self._by_library = self._jitted_by_library()
+                self._always_opened = self._by_library is None
+
+    def _jitted_by_library(self) -> Any:
+        if module_libraries.is_equinox_jitted(self._fn):
+            inside = functools.partial(self._inside, shown=module_libraries.arguments_of_equinox)
+            return None if self._jit_options else module_libraries.rejitted_by_equinox(self._fn, inside)
+        fn = module_libraries.unwrapped_flax(self._fn)
+        if not isinstance(fn, types.FunctionType) or self._jit_options.keys() - _OF_FLAX:
+            return None
+        return module_libraries.jitted_by_flax(self._fn, pure.checked(fn), self._jit_options, self._inside)
+
+    def _inside(self, jitted: Any, shown: Any = None) -> _Inner:
+        inner = self._inner = _Inner(jitted, self._on_miss, self._backends, self._keep, self._seconds, {})
+        inner.__name__, inner._parameters, inner._shown = self.__name__, self._parameters, shown
+        return inner
+
+    def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the compiled version for these arguments, and those that it takes; None if JAX cannot dispatch it."""
+        found = self._version(args, kwargs)
+        if found is None or not isinstance(found[1].run, jax.stages.Compiled):
+            return None
+        given, version = found
+        return version.run, *given.dynamic
+
+    def _version(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, _Version] | None:
+        """Returns the version for these arguments, decided now if need be; None if they are not arrays alone."""
+        given = Arguments(self._static, args, kwargs, self._parameters, self._shown)
         try:
             key = (self._current_options(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)
         except TypeError:  # an argument that is not an array: static, or rejected by JAX
-            return self._jitted(*args, **kwargs) if self._by_jax else self._call_opened(args, kwargs)
+            return None
         if version is None:
             version = self._decide(key, functools.partial(self._compile_arrays, key[0], given))
-        if version is _OPENED:
-            return self._call_opened(args, kwargs)
-        compiled = version.decided.compiled
-        if compiled is None:
+        return None if version is _OPENED else (given, version)
+
+    def _call_undispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._version(args, kwargs) is not None or self._by_jax:
             return self._jitted(*args, **kwargs)
-        with self._float_errors():
-            return given.call(compiled)
+        if has_state((args, kwargs)) and self._always_opened is False:
+            self._jit_by_library()
+            return self(*args, **kwargs)
+        return self._call_opened(args, kwargs)
 
     def _call_opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function as a pure function of its arrays, for modules and updates in place."""
@@ -195,23 +261,70 @@ class Optimized(PosesProblems):
         given = Arguments(((), ()), call.arrays, {}, call.owners)
         key = (self._current_options(), lowering_compat.trace_context(), given.key(), call.static)
         version = self._table.get(key)
-        if version is not None:
-            with self._float_errors():
-                return call.finish(version.run(*call.arrays))
-        with call.compiling(), self._float_errors():
-            version = self._decide(key, functools.partial(self._compile_modules, key, given, call))
-            return call.finish(version.run(*call.arrays))
-
-    @contextlib.contextmanager
-    def _float_errors(self) -> Iterator[None]:
-        """Adds the function's name to an error of `jax.debug_nans` or `jax.debug_infs`."""
         try:
-            yield
+            if version is not None:
+                return call.finish(version.run(*call.arrays))
+            with call.compiling():
+                version = self._decide(key, functools.partial(self._compile_modules, key, given, call))
+                return call.finish(version.run(*call.arrays))
         except lowering_compat.InternalFloatingPointError as error:
-            raise FloatingPointError(
-                f"a result of the tuned version of {self.__name__} has an invalid value {error.args}: call the plain "
-                "function to see which operation makes it"
-            ) from None
+            raise self._invalid(error) from None
+
+    def _invalid(self, error: Exception) -> FloatingPointError:
+        """Returns an error of `jax.debug_nans` or `jax.debug_infs` with the function's name."""
+        return FloatingPointError(
+            f"a result of the tuned version of {self.__name__} has an invalid value {error.args}: call the plain "
+            "function to see which operation makes it"
+        )
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the plain function, as `trace` of a `jax.jit` function does. Nothing is replaced."""
+        return self._traceable("trace")(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function with all kernels that records and the cost model select: nothing is compared or timed.
+
+        A `jax.ShapeDtypeStruct` may replace an array. The result is that of `lower` of the library that jits.
+        """
+        if (lower := self._traceable("lower")) != self._jitted.lower:
+            return lower(*args, **kwargs)
+        given = Arguments(self._static, args, kwargs, self._parameters, self._shown)
+        return self._trial(self._current_options(), self._jitted, given).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes and dtypes of the results, as `eval_shape` of a `jax.jit` function does."""
+        return self._traceable("eval_shape")(*args, **kwargs)
+
+    def _traceable(self, name: str) -> Any:
+        """Returns the method of the jitted function, of JAX or of the library whose modules the function takes."""
+        if self._always_opened is None:
+            self._always_opened = self._must_open()
+        if self._always_opened:
+            raise SchedulerError(
+                f"{self.__name__} holds modules or arrays, or updates its arguments in place, and {name} is for "
+                "functions of their arguments alone: pass what it holds as arguments"
+            )
+        return getattr(self._jitted if self._by_library is None else self._by_library, name)
+
+    def clear_cache(self) -> None:
+        """Drops all decisions and compiled versions."""
+        with self._guard:
+            self._table.clear()
+        self._settings = None
+        self._jitted.clear_cache()
+        if self._inner is not None:
+            self._inner.clear_cache()
+
+    def __copy__(self) -> Optimized:
+        """Copies decide again."""
+        return self._again(self._fn)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        jitted = self._by_jax or is_library_jitted(self._fn)  # a deep copy of a `jax.jit` function has no `lower`
+        return self._again(self._fn if jitted else copy.deepcopy(self._fn, memo))
+
+    def _again(self, fn: Any) -> Optimized:
+        return Optimized(fn, self._on_miss, self._backends, self._keep, self._seconds, self._jit_options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds as a method, as plain functions and those of `jax.jit` do."""
@@ -221,7 +334,8 @@ class Optimized(PosesProblems):
     def decisions(self) -> tuple[Decided, ...]:
         """The decisions, one for each kind of arguments, in the order of their first calls."""
         with self._guard:
-            return tuple(version.decided for version in self._table.values() if version is not _OPENED)
+            own = tuple(version.decided for version in self._table.values() if version is not _OPENED)
+        return own + (() if self._inner is None else self._inner.decisions)
 
     def report(self) -> str:
         """Returns the decisions, their arguments and their reasons as text."""
@@ -250,6 +364,7 @@ class Optimized(PosesProblems):
                     self._table[key] = version
                     while len(self._table) > MOST_VERSIONS:
                         self._table.popitem(last=False)
+                        self._settings = None  # drops the version's program
             finally:
                 with self._guard:
                     self._deciding.pop(key, None)
@@ -298,9 +413,29 @@ class Optimized(PosesProblems):
 
     @interruptible()
     def _tried(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
+        decided = self._trial(options_in_force, jitted, given).decide()
+        run = decided.compiled
+        if run is None:  # JAX finds the program that the trial compiled
+            traced = jitted.trace(*given.args, **given.kwargs)
+            run = jitted if getattr(traced.jaxpr, "effects", ()) else traced.lower().compile()
+        return _Version(decided, run)
+
+    def _trial(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> Trial:
         options = {operation.name: each for operation, each in zip(self._operations, options_in_force, strict=True)}
-        seconds = self._seconds if self._keep == "faster" else None
-        return _Version(Trial(self.__name__, jitted, given, options, seconds).decide(), jitted)
+        return Trial(self.__name__, jitted, given, options, self._seconds if self._keep == "faster" else None)
+
+
+class _Inner(Optimized):
+    """The jitted function that a jitted function of flax.nnx or Equinox calls with split modules."""
+
+    def _call_undispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._version(args, kwargs) is None:
+            raise pure.Impure
+        return self._jitted(*args, **kwargs)
+
+
+def _unanswered(*_: Any, **__: Any) -> Any:
+    return NotImplemented
 
 
 def _name(fn: Any) -> str:
@@ -309,14 +444,10 @@ def _name(fn: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Version:
-    """The version used for calls with the same key: `decided.compiled`, or `jitted` if that is None."""
+    """The version used for calls with the same key. `run` is a compiled program, or jitted if that has effects."""
 
     decided: Decided
-    jitted: Any
-
-    @property
-    def run(self) -> Any:
-        return self.jitted if self.decided.compiled is None else self.decided.compiled
+    run: Any
 
 
 # Marks a key whose calls must go through `_call_opened`.

@@ -42,6 +42,7 @@ class Arguments:
     Args:
       static: Indices and names of the static arguments.
       parameters: Returns a name for each of `args`, as far as known; equal names are one parameter.
+      shown: Returns the arguments that a report shows, from those of the call; None shows the latter.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         parameters: Callable[[], Sequence[str]] = tuple,
+        shown: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
     ) -> None:
         numbers, names = static
+        self._shown = shown
         self._static, self.args, self.kwargs, self._parameters = static, args, kwargs, parameters
         self._numbers = (
             {number % len(args) for number in numbers if -len(args) <= number < len(args)} if numbers else ()
@@ -116,6 +119,8 @@ class Arguments:
 
     def text(self) -> str:
         """Returns shapes and dtypes as text. If there are many, it has the names of arrays, and sums of parameters."""
+        if self._shown is not None:
+            return Arguments(((), ()), *self._shown(*self.args, **self.kwargs), self._parameters).text()
         texts = [_type_text(x) for x in self.leaves]
         if len(texts) > MOST_TYPES:
             names, given = self._parameters(), dict[str, list[Any]]()
@@ -273,6 +278,12 @@ class Trial:
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
             cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return self._fall_back(f"trying the tuned version failed: {cause}")
+
+    @comparisons()
+    def lower(self) -> Any:
+        """Lowers the version with all kernels (`jax.stages.Lowered`)."""
+        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
+        return ablation.lower_with_kernels(traced, self.options, regions_on=self._platform()).lowered
 
     def _platform(self) -> str | None:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
