@@ -226,6 +226,7 @@ def lower_with_kernels(
     regions_on: str | None = None,
     refused: Mapping[Any, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
+    compared: bool = True,
 ) -> Lowered:
     """Lowers the result of a `jax.jit` trace, replacing regions and equations for which a kernel is selected.
 
@@ -239,6 +240,7 @@ def lower_with_kernels(
         made. None changes nothing but single equations.
       refused: Kinds of regions, and problems of single equations, that are left to XLA -> the reason.
       in_place: Adds a comparison of each tuned call with the equations that it replaces.
+      compared: Whether regions are compared on random operands first.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
@@ -247,7 +249,15 @@ def lower_with_kernels(
     left: collections.Counter[str] = collections.Counter()
     changes: tuple[str, ...] = ()
     if regions_on is not None:
-        rewritten = with_tuned_calls(traced.jaxpr, options, regions_on, others=True, refused=refused, in_place=in_place)
+        rewritten = with_tuned_calls(
+            traced.jaxpr,
+            options,
+            regions_on,
+            others=True,
+            refused=refused,
+            in_place=in_place,
+            compared=compared,
+        )
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         changes = rewritten.changes

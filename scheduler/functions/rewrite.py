@@ -35,6 +35,7 @@ def with_tuned_calls(
     others: bool = False,
     refused: Mapping[Any, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
+    compared: bool = True,
 ) -> Rewritten:
     """Replaces the regions of a closed jaxpr for which a kernel or a vendor's library is selected.
 
@@ -46,6 +47,7 @@ def with_tuned_calls(
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
       refused: kinds of regions that are left alone -> the reason (`InPlace.refusals`).
       in_place: adds a comparison of each region that is replaced.
+      compared: whether regions are compared on random operands first.
 
     Raises:
       CacheMiss: there is no record and the policy is "error".
@@ -69,6 +71,8 @@ def with_tuned_calls(
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
         if refused and (wrong := refused.get(comparison.RegionComparison(region).kind)) is not None:
             return wrong
+        if not compared:
+            return None
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]

@@ -17,7 +17,7 @@ from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
-from scheduler.functions import ablation, comparison, interleaved
+from scheduler.functions import ablation, comparison, interleaved, stored_decisions
 from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.interleaved import Seconds
@@ -267,12 +267,15 @@ class Trial:
                 f"it has side effects ({kinds}), which would occur several times if both versions were tried"
             )
         try:
+            key = None if several else self._key(traced)
+            if key is not None and (found := self._recalled(key, traced)) is not None:
+                return found
             lowered, compiled, noisy = self._compiled(traced, compared=not several)
             if compiled is None:
                 return self._decision(NOTHING_REPLACED, lowered)
             if several:
                 return self._decision(PLANNED, lowered, compiled)
-            return self._try_both(lowered, compiled, noisy, traced)
+            return self._try_both(key, lowered, compiled, noisy, traced)
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
@@ -289,6 +292,20 @@ class Trial:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
         devices = self.given.devices() or jax.local_devices()[:1]
         return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
+
+    def _key(self, traced: Any) -> str | None:
+        devices = self.given.devices() or jax.local_devices()[:1]
+        return stored_decisions.key_of(traced.lower(), self.options.values(), devices, self.seconds is None)
+
+    def _recalled(self, key: str, traced: Any) -> Decided | None:
+        """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
+        if (known := stored_decisions.find(key)) is None:
+            return None
+        lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform(), compared=False)
+        if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
+            return None
+        compiled = lowered.lowered.compile() if known.kept == "tuned" else None
+        return self._decision(f"{known.reason} (decided on {known.date})", lowered, compiled, **known.measured)
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations in place.
@@ -331,7 +348,7 @@ class Trial:
             return {}
         return in_place.refusals()
 
-    def _try_both(self, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
+    def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
         donated = _donated(traced)
 
         def plain() -> Any:
@@ -346,12 +363,22 @@ class Trial:
         del expected
         memory = {"plain_bytes": peak_bytes(traced.lower().compile()), "tuned_bytes": peak_bytes(compiled)}
         if self.seconds is None:
-            return self._decision("kept without timing, as requested", lowered, compiled, **memory)
+            decided = self._decision("kept without timing, as requested", lowered, compiled, **memory)
+            return self._stored(key, lowered, decided)
         runs = {"plain": plain, "tuned": tuned}
         times = interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
         reason = _times_text(times["plain"], times["tuned"])
         kept = compiled if interleaved.is_faster(times["tuned"], times["plain"]) else None
-        return self._decision(reason, lowered, kept, **times, **memory)
+        return self._stored(key, lowered, self._decision(reason, lowered, kept, **times, **memory))
+
+    def _stored(self, key: str | None, lowered: Lowered, decided: Decided) -> Decided:
+        """Stores a decision for later processes and returns it."""
+        if key is not None:
+            names = ("plain", "tuned", "plain_bytes", "tuned_bytes")
+            measured = {name: x for name in names if (x := getattr(decided, name)) is not None}
+            text = stored_decisions.digest(lowered.lowered.as_text())
+            stored_decisions.put(key, text, decided.kept, decided.reason, measured)
+        return decided
 
     def _plain(self, given: Arguments) -> Any:
         return self.jitted(*given.args, **given.kwargs)

@@ -224,6 +224,16 @@ class Cache:
         self._open()
         return self._try(lambda store: store.trials(key, environment, unfinished=unfinished), self._user) or []
 
+    def decision(self, key: str) -> str | None:
+        """Returns a stored decision of `optimize`."""
+        self._open()
+        return self._try_with_timeout(lambda store: store.decision(key))
+
+    def put_decision(self, key: str, decision: str) -> None:
+        """Stores a decision of `optimize`; a failure is a warning."""
+        self._open()
+        self._write(lambda store: store.put_decision(key, decision))
+
     def note(self, miss: Miss) -> None:
         """Queues a miss for the user's store; if the store rejects it, it is lost silently."""
         self._open()

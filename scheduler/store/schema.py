@@ -34,6 +34,7 @@ MISSES = sa.table(
 RANGES = sa.table(
     "ranges", *map(sa.column, ("operation", "hardware", "problem", "field", "low", "high", "date", "range"))
 )
+DECISIONS = sa.table("decisions", *map(sa.column, ("key", "decision")))
 KEY = ("operation", "hardware", "problem")
 RANGE_KEY = (*KEY, "field", "low", "high")
 KERNEL_ON_CHIP = ("hardware", "operation", "backend")
@@ -98,6 +99,8 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              date TEXT NOT NULL, range TEXT NOT NULL,
              PRIMARY KEY (operation, hardware, problem, field, low, high))""",
     ),
+    # The decisions of `optimize`, each for one function and its arguments.
+    ("CREATE TABLE decisions (key TEXT PRIMARY KEY, decision TEXT NOT NULL)",),
 )
 VERSION = sa.table("schema_version", sa.column("version"))
 # Tables of every schema since the first one, which identify a database of this program.

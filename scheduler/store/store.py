@@ -27,6 +27,7 @@ from scheduler.store.misses import Misses
 from scheduler.store.queries import CANDIDATES, Head, Ranges, similar
 from scheduler.store.schema import (
     CONSTANTS,
+    DECISIONS,
     KERNEL_ON_CHIP,
     KEY,
     LEASES,
@@ -392,6 +393,24 @@ class Store:
             except ValueError as error:
                 queries.warn_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
+
+    def put_decision(self, key: str, decision: str) -> None:
+        """Stores a decision of `optimize` as text, replacing the one with the same key.
+
+        Raises:
+          StoreError: it cannot be written.
+        """
+        with self._database.write() as connection:
+            connection.execute(self._database.upsert(DECISIONS, ["key"]), {"key": key, "decision": decision})
+
+    def decision(self, key: str) -> str | None:
+        """Returns the text that `put_decision` stored for `key`.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        found = self._database.select(sa.select(DECISIONS.c.decision).where(DECISIONS.c.key == key))
+        return str(found[0][0]) if found else None
 
     def close(self) -> None:
         self._studies.close()

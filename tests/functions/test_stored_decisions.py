@@ -1,0 +1,94 @@
+"""A decision of `scheduler.optimize` is stored, and another process uses it without comparing or timing again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sqlalchemy as sa
+
+import scheduler
+from scheduler.dispatch import dispatch
+from scheduler.functions import comparison, interleaved
+from search_spaces import load
+
+ON_CPU = {"backends": "interpret"}
+X = jnp.arange(64.0).reshape(8, 8) / 64
+
+
+def attention(q, k, v):
+    p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """What was compared or timed since the last `clear`."""
+    done = []
+    for module, name in (
+        (comparison, "disagreement"),
+        (comparison, "region_disagreement"),
+        (interleaved, "time_interleaved"),
+    ):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _run=run, _name=name, **k: done.append(_name) or _run(*a, **k))
+    return done
+
+
+def another_process(fn, **options):
+    """The function as a process that has decided nothing optimizes it."""
+    dispatch.reload()
+    comparison._checked.clear()
+    return scheduler.optimize(fn, **ON_CPU, **options)
+
+
+@pytest.mark.parametrize("keep", ["faster", "tuned"])
+def test_another_process_neither_compares_nor_times(work, keep):
+    args = [X.reshape(1, 8, 2, 4) + i for i in range(3)]
+    first = another_process(attention, keep=keep, seconds=0.1)
+    expected = first(*args)
+    assert set(work) == {"disagreement", "region_disagreement"} | ({"time_interleaved"} if keep == "faster" else set())
+    work.clear()
+    second = another_process(attention, keep=keep, seconds=0.1)
+    np.testing.assert_array_equal(second(*args), expected)
+    assert work == []
+    (before,), (after,) = first.decisions, second.decisions
+    assert (after.kept, after.replaced, after.tuned, after.plain_bytes) == (
+        before.kept,
+        before.replaced,
+        before.tuned,
+        before.plain_bytes,
+    )
+    assert after.reason.startswith(f"{before.reason} (decided on 2")
+
+
+def test_other_shapes_options_and_functions_are_decided(work):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    for fn, x, options in [
+        (lambda x: x @ x, X[:4, :4], {"keep": "tuned"}),
+        (lambda x: x @ x + 1, X, {"keep": "tuned"}),
+        (lambda x: x @ x, X, {"keep": "faster", "seconds": 0.0}),
+        (lambda x: x @ x, X, {"keep": "tuned", "donate_argnums": 0}),
+    ]:
+        work.clear()
+        another_process(fn, **options)(x + 0)
+        assert work
+
+
+def test_a_kernel_that_computes_something_else_is_compared(work, monkeypatch):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    kernel = type(load("matmul").kernel("interpret"))
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *args, **how: run(*args, **how) * 1.5)
+    work.clear()
+    jax.clear_caches()
+    with pytest.warns(RuntimeWarning, match="a kernel is not used"):
+        another_process(lambda x: x @ x, keep="tuned")(X)
+
+
+def test_a_malformed_decision_is_decided_again(work):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    with dispatch.user_cache()._user._database.write() as connection:
+        assert connection.execute(sa.text("UPDATE decisions SET decision = '{}'")).rowcount == 1
+    work.clear()
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    assert work
