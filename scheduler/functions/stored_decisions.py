@@ -6,13 +6,13 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 
 from scheduler.core import hardware
 from scheduler.dispatch import dispatch
@@ -84,4 +84,4 @@ def put(key: str, tuned_text: str, kept: str, reason: str, measured: Mapping[str
 
 @functools.cache
 def _code() -> str:
-    return digest_of_code() + jaxlib.__version__
+    return digest_of_code() + importlib.metadata.version("jaxlib")
