@@ -158,25 +158,41 @@ def test_a_host_that_dies_loses_nothing(cluster, store, tmp_path):
     assert gone(dead[0])
 
 
-def test_a_place_is_a_gpu_that_no_other_work_has(cluster, caplog):
-    class Holder:
-        def gpus(self):
-            return ray.get_gpu_ids()
+# In a process of its own: a driver that aborts would end the other tests of its process.
+OF_ANOTHER_DRIVER = """
+import logging, sys
+import ray
+from scheduler.fleet import ray_cluster
 
+class Holder:
+    def gpus(self):
+        return ray.get_gpu_ids()
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+ray.init(address=sys.argv[1], log_to_driver=False)
+holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
+print("held", ray.get(holder.gpus.remote())[0])
+with ray_cluster.executors() as found:
+    print("places", [place.name.rpartition(" ")[2] for place in found])
+    print("free", ray.available_resources().get("GPU", 0))
+print("still connected", ray.is_initialized())
+sys.stdout.flush()
+"""
+
+
+def test_a_place_is_a_gpu_that_no_other_work_has(cluster):
     node = cluster.add_node(**HOST | {"num_cpus": 2, "num_gpus": 2})
-    ray.init(address=cluster.address, log_to_driver=False)
     try:
-        holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
-        (held,) = ray.get(holder.gpus.remote())
-        with ray_cluster.executors() as found:
-            (place,) = found
-            assert place.name.endswith(f" GPU {1 - int(held)}")
-            assert ray.available_resources().get("GPU", 0) == 0
-        assert "1 of 2 actors of the cluster are left out: 1 x other work" in caplog.text
-        assert ray.is_initialized()  # it was before
+        command = [sys.executable, "-c", OF_ANOTHER_DRIVER, cluster.address]
+        said = subprocess.run(command, capture_output=True, text=True)
     finally:
-        ray.shutdown()
         cluster.remove_node(node)
+    assert "held " in said.stdout, said.stdout + said.stderr
+    other = 0 if "held 1" in said.stdout else 1
+    assert f"places ['{other}']" in said.stdout
+    assert "free 0" in said.stdout
+    assert "1 of 2 actors of the cluster are left out: 1 x other work" in said.stdout
+    assert "still connected True" in said.stdout  # it was before
 
 
 def test_hosts_without_a_gpu_compile_for_the_others_and_the_records_are_the_same(store, monkeypatch):

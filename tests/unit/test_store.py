@@ -656,7 +656,7 @@ def test_who_may_only_read_sees_what_a_writer_adds_meanwhile(open_path):
 def test_a_frozen_cache_of_an_older_schema_says_who_can_bring_it_up_to_date(open_path):
     Store(open_path).put(values.record())
     grown = (*MIGRATIONS, ("ALTER TABLE schedules ADD COLUMN note TEXT",))
-    with frozen(open_path), pytest.raises(StoreError, match=r"schema 1, and only a writer .* a copy that can be wr"):
+    with frozen(open_path), pytest.raises(StoreError, match=r"only a writer .* a copy that can be wr"):
         Store(open_path, migrations=grown).get(values.KEY)
     assert Store(open_path, migrations=grown).get(values.KEY) == values.record()
 
