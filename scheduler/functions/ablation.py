@@ -182,11 +182,12 @@ def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """A kernel that replaces equations of the same kind.
+    """A kernel that replaces equations.
 
     Attributes:
       reason: Why this schedule was selected.
-      line: The line of the user's code whose equations it replaces as a region; "" for single equations.
+      line: The lines of the user's code whose equations it replaces as regions; "" for single equations.
+      times: How often one call of the function runs it.
     """
 
     operation: str
@@ -195,10 +196,27 @@ class Replaced:
     schedule: str
     reason: str
     line: str = ""
+    times: int = 1
 
     def __str__(self) -> str:
         at = f", for {self.line}" if self.line else ""
-        return f"{self.operation} {self.problem.brief()} by {self.backend} {self.schedule} ({self.reason}){at}"
+        often = f", {self.times} times," if self.times > 1 else ""
+        return f"{self.operation} {self.problem.brief()}{often} by {self.backend} {self.schedule} ({self.reason}){at}"
+
+
+def _grouped(replaced: Iterable[Replaced]) -> tuple[Replaced, ...]:
+    """Returns each kernel once, with the lines of all regions that it replaces, and how often it runs in all."""
+    groups: dict[Replaced, list[Replaced]] = {}
+    for each in replaced:
+        groups.setdefault(dataclasses.replace(each, reason="", line="", times=1), []).append(each)
+    return tuple(
+        dataclasses.replace(
+            each[0],
+            line=", ".join(dict.fromkeys(one.line for one in each if one.line)),
+            times=sum(one.times for one in each),
+        )
+        for each in groups.values()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +225,8 @@ class Lowered:
 
     Attributes:
       lowered: The `jax.stages.Lowered`.
-      replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
-      left: Why equations are left to XLA -> number of kinds of such equations.
+      replaced: The kernels in it, each once.
+      left: What is left to XLA and why, as "operation: reason" -> number of kinds of such equations.
       changes: Other changes, which need no kernel, as text.
     """
 
@@ -245,7 +263,8 @@ def lower_with_kernels(
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
-    replaced: dict[Replaced, None] = {}
+    regions = list[Replaced]()
+    products: dict[Replaced, dict[Any, int]] = collections.defaultdict(dict)
     left: collections.Counter[str] = collections.Counter()
     changes: tuple[str, ...] = ()
     if regions_on is not None:
@@ -261,31 +280,36 @@ def lower_with_kernels(
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         changes = rewritten.changes
-        replaced |= dict.fromkeys(_replacements(rewritten, options, regions_on))
-    around = equations.layouts_around(traced.jaxpr, equations.operations_by_primitive().keys())
+        regions = list(_replacements(rewritten, options, regions_on))
+    primitives = equations.operations_by_primitive().keys()
+    around = equations.layouts_around(traced.jaxpr, primitives)
+    times = equations.counts(traced.jaxpr, primitives)
 
     def answer(
         primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
     ) -> Any:
-        posed = equations.match(primitive, avals, params, around.get(equations.layout_key(primitive, avals, params)))
+        kind = equations.layout_key(primitive, avals, params)
+        posed = equations.match(primitive, avals, params, around.get(kind))
         if isinstance(posed, str) or partitioned:
-            left[posed if isinstance(posed, str) else ON_A_MESH] += 1
+            left[f"{primitive}: {posed if isinstance(posed, str) else ON_A_MESH}"] += 1
             return None
         operation, matched = posed
         problem = matched.problem
         try:
             found = dispatch.decide(operation, problem, platform, options[operation.name])
         except NoCandidate as error:
-            left[str(error)] += 1
+            left[f"{operation.name}: {error}"] += 1
             return None
         if found.kernel.library or found.kernel.vendor:
-            left[f"{found.kernel.backend} is selected for {operation.name} {problem}: {found.reason}"] += 1
+            by = "" if found.kernel.library else f"{found.kernel.backend} is selected: "
+            left[f"{operation.name}: {by}{found.reason}"] += 1
             return None
         if problem in refused:
-            left[f"{operation.name} {problem}: its kernel disagrees with its equation: {refused[problem]}"] += 1
+            left[f"{operation.name}: the kernel of {problem} disagrees with its equation: {refused[problem]}"] += 1
             return None
         words = schedule_text(dataclasses.asdict(found.schedule))
-        replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
+        selected = Replaced(operation.name, problem, found.kernel.backend, words, found.reason)
+        products[selected][kind] = times.get(kind, 1)
 
         def run(*args: Any) -> tuple[Any, ...]:
             operands = matched.operands(*args)
@@ -299,7 +323,8 @@ def lower_with_kernels(
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p, observe_p), platforms=platforms)
-    return Lowered(lowered, tuple(replaced), dict(left), changes)
+    replaced = regions + [dataclasses.replace(x, times=sum(each.values())) for x, each in products.items()]
+    return Lowered(lowered, _grouped(replaced), dict(left), changes)
 
 
 def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
@@ -307,4 +332,5 @@ def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform
         for operation, problem in each.calls:
             found = dispatch.decide(operation, problem, platform, options[operation.name])
             schedule = schedule_text(dataclasses.asdict(found.schedule))
-            yield Replaced(operation.name, problem, found.kernel.backend, schedule, found.reason, each.source)
+            backend = found.kernel.backend
+            yield Replaced(operation.name, problem, backend, schedule, found.reason, each.source, each.count)

@@ -325,6 +325,16 @@ def layouts_around(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, StoredL
     return {found: counted.most_common(1)[0][0] for found, counted in votes.items()}
 
 
+def counts(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, int]:
+    """Returns how often one call runs each kind of equation, by `layout_key`."""
+    counted: collections.Counter[Any] = collections.Counter()
+    for body in bodies(jaxpr):
+        if isinstance(body, Body):
+            for found, _ in _of_body(body.jaxpr, primitives):
+                counted[found] += body.count
+    return counted
+
+
 def _of_body(jaxpr: Any, primitives: Collection[Any]) -> Iterator[tuple[Any, StoredLayout]]:
     made = {id(equation.outvars[0]): equation for equation in jaxpr.eqns if _is_transpose(equation)}
     users: dict[int, list[Any]] = collections.defaultdict(list)

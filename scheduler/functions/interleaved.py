@@ -110,6 +110,19 @@ def margin_of(one: Seconds, other: Seconds) -> Margin:
     return Margin(low, statistics.median(ratios), high)
 
 
+def speed_text(one: Seconds, other: Seconds) -> str:
+    """Returns how fast `one` is, by the median ratio over rounds: "1.93 times as fast"."""
+    return f"{1 + margin_of(one, other).middle:.2f} times as fast"
+
+
+def interval_text(one: Seconds, other: Seconds) -> str:
+    """Returns the confidence interval of the ratio: "1.91 to 1.95 times as fast (99 % confidence, 12 rounds)"."""
+    ahead = margin_of(one, other)
+    if not math.isfinite(ahead.low):
+        return f"{one.rounds} rounds are too few for an interval"
+    return f"{1 + ahead.low:.3f} to {1 + ahead.high:.3f} times as fast (99 % confidence, {one.rounds} rounds)"
+
+
 def is_faster(one: Seconds, other: Seconds) -> bool:
     """Returns whether `one` is faster at 99 % confidence. Otherwise they tie, or `one` is slower."""
     return margin_of(one, other).low > 0

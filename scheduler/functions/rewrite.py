@@ -57,9 +57,8 @@ def with_tuned_calls(
         try:
             found = dispatch.decide(operation, problem, platform, options[operation.name])
         except NoCandidate as error:
-            return str(error)
-        reason = f"{found.kernel.backend} is selected for {operation.name} {problem.brief()}: {found.reason}"
-        return reason if found.kernel.library else None
+            return f"{operation.name}: {error}"
+        return f"{operation.name}: {found.reason}" if found.kernel.library else None
 
     def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])

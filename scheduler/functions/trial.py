@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 
 from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
+from scheduler.core.hardware import CPU
+from scheduler.core.status_line import StatusLine
 from scheduler.core.text import seconds_text
 from scheduler.dispatch.dispatch import Options
 from scheduler.functions import ablation, comparison, interleaved, stored_decisions
@@ -177,12 +179,18 @@ def _type_text(x: Any) -> str:
     return type(x).__name__
 
 
-# Reasons to use XLA's version without timing.
+# Reasons to keep a version without timing.
+XLA_IS_USED = "XLA's version is used"
 SEVERAL_PROCESSES = (
-    "each process of a job would decide for itself, and processes could differ: give them one plan (scheduler.plan)"
+    f"{XLA_IS_USED}: each process of a job would decide for itself, and processes could differ: give them one plan "
+    "(scheduler.plan)"
 )
-PLANNED = "the plan selects the kernels, identically in all processes of the job"
-NOTHING_REPLACED = "no kernel is selected for its matmuls, grouped products, attention or row programs"
+NOTHING_REPLACED = f"{XLA_IS_USED}: no kernel is selected for its matmuls, grouped products, attention or row programs"
+NONE_ON_A_CPU = f"{XLA_IS_USED}: there is no kernel for a CPU, and other changes are not tried there"
+PLANNED = "from the plan, identically in all processes of the job"
+UNTIMED = "not timed"
+# What a report says of equations on a CPU, in the form of `Lowered.left`.
+LEFT_ON_A_CPU = "products: no kernel for a CPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +200,7 @@ class Decided:
     Attributes:
       function, arguments: The function's name, and its arguments as text.
       compiled: The tuned version (`jax.stages.Compiled`) if it is kept; None if XLA's version is kept.
-      reason: Why this version is kept.
+      reason: The decision as a sentence: what is used, and what it gains or why.
       replaced: Kernels of the tuned version, whichever version was kept.
       left: Why other equations are left to XLA -> number of kinds of such equations.
       changes: Other changes of the tuned version, which need no kernel, as text.
@@ -219,15 +227,20 @@ class Decided:
         return "plain" if self.compiled is None else "tuned"
 
     def __str__(self) -> str:
-        lines = [f"{self.function}({self.arguments})", f"  {self.kept}: {self.reason}"]
+        lines = [f"{self.function}({self.arguments})", f"  {self.reason}"]
+        used = "by a kernel" if self.kept == "tuned" else "tried, and not used"
+        changed = "by XLA, changed" if self.kept == "tuned" else "tried, and not used"
+        if self.plain is not None and self.tuned is not None:
+            lines.append(f"  {_times_text(self.plain, self.tuned, self._tried)}")
         if self.plain_bytes is not None and self.tuned_bytes is not None:
-            lines.append(f"  peak memory: tuned {_mib(self.tuned_bytes)}, XLA's version {_mib(self.plain_bytes)}")
-        lines += [f"  by a kernel: {each}" for each in self.replaced]
-        lines += [f"  by XLA: {each}" for each in self.changes]
-        lines += [
-            f"  by XLA: {reason}" + (f" ({kinds} kinds)" if kinds > 1 else "") for reason, kinds in self.left.items()
-        ]
-        return "\n".join(lines)
+            lines.append(f"  peak memory: {self._tried} {_mib(self.tuned_bytes)}, XLA {_mib(self.plain_bytes)}")
+        lines += [f"  {used}: {each}" for each in self.replaced]
+        lines += [f"  {changed}: {each}" for each in self.changes]
+        return "\n".join(lines + [f"  {each}" for each in _left_texts(self.left)])
+
+    @property
+    def _tried(self) -> str:
+        return f"with {_used_text(self.replaced, self.changes)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +249,7 @@ class Trial:
 
     Attributes:
       seconds: Maximum time spent on timing. None keeps the tuned version without timing if its results agree.
+      status: Shows what the decision waits for.
     """
 
     function: str
@@ -243,6 +257,7 @@ class Trial:
     given: Arguments
     options: Mapping[str, Options]
     seconds: float | None
+    status: StatusLine = dataclasses.field(default_factory=StatusLine)
 
     @comparisons()
     def decide(self) -> Decided:
@@ -257,6 +272,11 @@ class Trial:
             raise SchedulerError(
                 "an optimized function was called while JAX traces another one: optimize the outer function"
             )
+        with self.status.shown(f"optimize({self.function})"):
+            return self._decide()
+
+    def _decide(self) -> Decided:
+        self.status.step("tracing")
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
         several = jax.process_count() > 1
         if several and any(options.plan is None for options in self.options.values()):
@@ -264,9 +284,16 @@ class Trial:
         if effects := getattr(traced.jaxpr, "effects", ()):
             kinds = ", ".join(sorted({type(effect).__name__ for effect in effects}))
             return self._decision(
-                f"it has side effects ({kinds}), which would occur several times if both versions were tried"
+                f"{XLA_IS_USED}: the function has side effects ({kinds}), which would occur several times if both "
+                "versions were tried"
             )
         try:
+            self.status.step("selecting kernels")
+            if self._on_a_cpu_by_default():
+                lowered = ablation.lower_with_kernels(traced, self.options)
+                if not lowered.replaced:
+                    left = {LEFT_ON_A_CPU: sum(lowered.left.values())} if lowered.left else {}
+                    return self._decision(NONE_ON_A_CPU, dataclasses.replace(lowered, left=left))
             key = None if several else self._key(traced)
             if key is not None and (found := self._recalled(key, traced)) is not None:
                 return found
@@ -274,7 +301,7 @@ class Trial:
             if compiled is None:
                 return self._decision(NOTHING_REPLACED, lowered)
             if several:
-                return self._decision(PLANNED, lowered, compiled)
+                return self._uses(PLANNED, lowered, compiled)
             return self._try_both(key, lowered, compiled, noisy, traced)
         except SchedulerError:
             raise
@@ -287,6 +314,12 @@ class Trial:
         """Lowers the version with all kernels (`jax.stages.Lowered`)."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
         return ablation.lower_with_kernels(traced, self.options, regions_on=self._platform()).lowered
+
+    def _on_a_cpu_by_default(self) -> bool:
+        """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
+        devices = self.given.devices() or jax.local_devices()[:1]
+        named = any(each.backends is not None or each.plan is not None for each in self.options.values())
+        return not named and devices[0].platform == CPU.platform
 
     def _platform(self) -> str | None:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
@@ -304,6 +337,7 @@ class Trial:
         lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform(), compared=False)
         if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
             return None
+        self.status.step("compiling the tuned version")
         compiled = lowered.lowered.compile() if known.kept == "tuned" else None
         return self._decision(f"{known.reason} (decided on {known.date})", lowered, compiled, **known.measured)
 
@@ -321,6 +355,7 @@ class Trial:
             lowered = lower(refused=refused)
             if not lowered.replaced and not lowered.changes:
                 return lowered, None, None
+            self.status.step("compiling the tuned version")
             if not compared:
                 return lowered, lowered.lowered.compile(), None
             in_place = InPlace()
@@ -335,15 +370,18 @@ class Trial:
             if not wrong:
                 return lowered, compiled.result(), with_noise_compiled.result()
             for reason in wrong.values():
-                text.warn_safely(f"{self.function}: a kernel is not used: {reason}")
+                self._warn(f"a kernel is not used: {reason}")
             refused |= wrong
+            self.status.step("selecting kernels")
 
     def _disagreements(
         self, observed: concurrent.futures.Future[Any], in_place: InPlace, traced: Any
     ) -> Mapping[Any, str]:
         """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
         try:
-            jax.block_until_ready(self.given.copied(_donated(traced)).call(observed.result()))
+            compiled = observed.result()
+            self.status.step("comparing each kernel with its equations")
+            jax.block_until_ready(self.given.copied(_donated(traced)).call(compiled))
         except jax.errors.JaxRuntimeError:  # equations in float32 beside the function may need too much memory
             return {}
         return in_place.refusals()
@@ -357,19 +395,23 @@ class Trial:
         def tuned() -> Any:
             return self.given.copied(donated).call(compiled)
 
+        self.status.step("comparing the results of both versions")
         expected = jax.block_until_ready(plain())
         if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy(seed, *self.given.leaves)):
             return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
         memory = {"plain_bytes": peak_bytes(traced.lower().compile()), "tuned_bytes": peak_bytes(compiled)}
         if self.seconds is None:
-            decided = self._decision("kept without timing, as requested", lowered, compiled, **memory)
-            return self._stored(key, lowered, decided)
+            return self._stored(key, lowered, self._uses(UNTIMED, lowered, compiled, **memory))
+        self.status.step("timing both versions")
         runs = {"plain": plain, "tuned": tuned}
         times = interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
-        reason = _times_text(times["plain"], times["tuned"])
-        kept = compiled if interleaved.is_faster(times["tuned"], times["plain"]) else None
-        return self._stored(key, lowered, self._decision(reason, lowered, kept, **times, **memory))
+        speed = interleaved.speed_text(times["tuned"], times["plain"])
+        if interleaved.is_faster(times["tuned"], times["plain"]):
+            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **times, **memory))
+        tried = _used_text(lowered.replaced, lowered.changes)
+        reason = f"{XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
+        return self._stored(key, lowered, self._decision(reason, lowered, **times, **memory))
 
     def _stored(self, key: str | None, lowered: Lowered, decided: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
@@ -388,9 +430,18 @@ class Trial:
         changes = lowered.changes if lowered else ()
         return Decided(self.function, self.given.text(), compiled, reason, replaced, left, changes=changes, **measured)
 
+    def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
+        used = _used_text(lowered.replaced, lowered.changes)
+        memory = _memory_text(measured.get("plain_bytes"), measured.get("tuned_bytes"))
+        return self._decision(f"uses {used}: {gain}{memory}", lowered, compiled, **measured)
+
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
-        text.warn_safely(f"{self.function}: XLA's version is used: {reason}")
-        return self._decision(reason, lowered)
+        self._warn(f"{XLA_IS_USED}: {reason}")
+        return self._decision(f"{XLA_IS_USED}: {reason}", lowered)
+
+    def _warn(self, message: str) -> None:
+        self.status.erase()
+        text.warn_safely(f"{self.function}: {message}")
 
 
 def _donated(traced: Any) -> list[bool]:
@@ -398,13 +449,40 @@ def _donated(traced: Any) -> list[bool]:
     return [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
 
 
-def _times_text(plain: Seconds, tuned: Seconds) -> str:
-    ahead = interleaved.margin_of(tuned, plain)
-    between = f"{1 + ahead.low:.3f} and {1 + ahead.high:.3f}" if math.isfinite(ahead.low) else "anything"
-    return (
-        f"tuned takes {seconds_text(tuned.median_s)} and XLA's version {seconds_text(plain.median_s)}; "
-        f"round by round {1 + ahead.middle:.3f} times as long (between {between} in {plain.rounds} rounds)"
-    )
+# ------------------------------------------------------------------------------
+# The words of a report.
+
+
+def _used_text(replaced: Sequence[Replaced], changes: Sequence[str]) -> str:
+    """Returns "14 kernels", "1 kernel and 2 other changes" or "2 changes without a kernel"."""
+    counted = {"kernel": len(replaced), "other change" if replaced else "change": len(changes)}
+    used = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counted.items() if n)
+    return used if replaced else f"{used} without a kernel"
+
+
+def _times_text(plain: Seconds, tuned: Seconds, tried: str) -> str:
+    interval = interleaved.interval_text(tuned, plain)
+    return f"time of a call: {tried} {seconds_text(tuned.median_s)}, XLA {seconds_text(plain.median_s)}; {interval}"
+
+
+def _memory_text(plain: int | None, tuned: int | None) -> str:
+    """Returns ", 40 % less memory"; "" if the difference is below 1 %, or unknown."""
+    share = round(100 * (tuned / plain - 1)) if plain and tuned else 0
+    return f", {abs(share)} % {'less' if share < 0 else 'more'} memory" if share else ""
+
+
+def _left_texts(left: Mapping[str, int]) -> list[str]:
+    """Returns a line for all reasons that differ in numbers alone."""
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for reason, kinds in left.items():
+        groups.setdefault(re.sub(r"\d+(\.\d+)?", "#", reason), []).append((reason, kinds))
+    lines = []
+    for group in groups.values():
+        what, _, why = group[0][0].partition(": ")
+        kinds = sum(kinds for _, kinds in group)
+        stay = f"{kinds} kinds of {what} stay" if kinds > 1 else f"1 kind of {what} stays"
+        lines.append(f"{stay} with XLA: {'for example, ' if len(group) > 1 else ''}{why}")
+    return lines
 
 
 def peak_bytes(compiled: Any) -> int | None:

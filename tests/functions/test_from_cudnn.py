@@ -149,7 +149,7 @@ def test_a_record_says_who_answers(batch, length, heads, head_dim, by):
     with scheduler.target("NVIDIA H200"):
         found = ablation.lower_with_kernels(traced, options, ("cuda",))
     assert [each.backend for each in found.replaced] == ([] if by == "cudnn" else [by])
-    assert [reason.startswith("cudnn is selected for flash_attention") for reason in found.left] == [True] * (
+    assert [reason.startswith("flash_attention: cudnn is selected") for reason in found.left] == [True] * (
         by == "cudnn"
     )
     called = re.findall(r"custom_call @(\S+?)\(", found.lowered.as_text())

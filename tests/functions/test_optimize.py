@@ -17,7 +17,7 @@ from scheduler.core import hardware
 from scheduler.functions import comparison
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.rewriting import Rewritten
-from scheduler.functions.trial import NOTHING_REPLACED
+from scheduler.functions.trial import NONE_ON_A_CPU
 from scheduler.prediction.predict import predict
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -181,7 +181,7 @@ def test_where_nothing_answers_but_xla_nothing_is_compiled_or_timed():
     (decided,) = fast.decisions
     assert decided.kept == "plain"
     assert decided.plain is None
-    assert decided.reason == NOTHING_REPLACED
+    assert decided.reason == NONE_ON_A_CPU
     assert sum(decided.left.values()) == 1
 
 

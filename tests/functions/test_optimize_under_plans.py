@@ -47,4 +47,4 @@ def test_in_a_job_of_several_processes_a_plan_answers_without_timing(monkeypatch
     with scheduler.plan(plan_of()):
         np.testing.assert_allclose(fast(A, B), f(A, B), rtol=1e-4, atol=1e-4)
     (decided,) = fast.decisions
-    assert (decided.kept, decided.reason, decided.plain) == ("tuned", PLANNED, None)
+    assert (decided.kept, decided.reason, decided.plain) == ("tuned", f"uses 1 kernel: {PLANNED}", None)

@@ -235,7 +235,7 @@ def test_optimize_changes_the_gradient_of_a_cross_entropy_and_reports_its_line()
         return jax.value_and_grad(loss)(weights)
 
     x, weights = jax.random.normal(jax.random.key(0), (16, 8)), jnp.ones((8, 32))
-    optimized = scheduler.optimize(step, keep="tuned")
+    optimized = scheduler.optimize(step, backends=("xla", "interpret"), keep="tuned")
     _is_close(*(jax.tree.leaves(fn(weights, x, jnp.arange(16))) for fn in (jax.jit(step), optimized)))
     (decision,) = optimized.decisions
     assert (decision.kept, decision.replaced, len(decision.changes)) == ("tuned", (), 1)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("autotuned_kernel", "they differentiate"),
         ("attention", "the gradient is right"),
         ("rows", "gradient of weight: right"),
-        ("unmodified_model", "by a kernel: matmul"),
+        ("unmodified_model", "by interpret"),
         ("nnx_training", "The model was updated in place: yes"),
         ("equinox_training", "the activation is still gelu"),
         ("mixture_of_experts", "the gradients of tokens and experts are right"),
