@@ -8,7 +8,8 @@ import sqlalchemy as sa
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import comparison, interleaved
+from scheduler.functions import comparison, interleaved, stored_decisions
+from scheduler.functions.stored_decisions import key_of
 from search_spaces import load
 
 ON_CPU = {"backends": "interpret"}
@@ -22,7 +23,8 @@ def attention(q, k, v):
 
 @pytest.fixture
 def work(monkeypatch):
-    """What was compared or timed since the last `clear`."""
+    """What was compared or timed since the last `clear`; decisions are stored, as they are outside of tests."""
+    monkeypatch.setattr(stored_decisions, "key_of", key_of)
     done = []
     for module, name in (
         (comparison, "disagreement"),
