@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         tuned,
         wait_for_learning,
     )
+    from scheduler.attention_calls import tuned_flash_attention
     from scheduler.core.errors import (
         CacheMiss,
         IllegalSchedule,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from scheduler.functions.tune_function import tune_function
     from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
+    from scheduler.product_calls import tuned_gated_matmul, tuned_scaled_matmul
     from scheduler.row_calls import (
         rows,
         tuned_cross_entropy,
@@ -49,12 +51,7 @@ if TYPE_CHECKING:
         tuned_softmax,
     )
     from scheduler.store.store import Store
-    from scheduler.tuned_calls import (
-        tuned_flash_attention,
-        tuned_gated_matmul,
-        tuned_matmul,
-        tuned_scaled_matmul,
-    )
+    from scheduler.tuned_calls import tuned_matmul
     from search_spaces.random_bits import threefry13
 
 __all__ = [
@@ -116,6 +113,8 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "threefry13": "search_spaces.random_bits",
 }
 _HOMES |= {name: "scheduler.tuned_calls" for name in __all__ if name.startswith("tuned_")}
+_HOMES |= dict.fromkeys(("tuned_gated_matmul", "tuned_scaled_matmul"), "scheduler.product_calls")
+_HOMES["tuned_flash_attention"] = "scheduler.attention_calls"
 _HOMES |= dict.fromkeys(("tuned_gated_ragged_dot", "tuned_ragged_dot"), "scheduler.grouped_calls")
 _ROWS = (
     "cross_entropy", "group_norm", "layer_norm", "log_softmax", "quantize_rows", "rms_norm", "silu_and_mul", "softmax",

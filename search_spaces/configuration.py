@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 
 
 @contextlib.contextmanager
@@ -69,6 +68,8 @@ INTERPRETER_PLATFORMS = frozenset({"tpu"})
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
     """Context in which kernels of `INTERPRETER_PLATFORMS` are interpreted when traced."""
+    from jax.experimental.pallas import tpu as pltpu  # takes 60 ms, and only workers interpret
+
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
             yield

@@ -19,7 +19,6 @@ from jax import ad_checkpoint, lax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.lax import lax as private_lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -28,8 +27,17 @@ from search_spaces.configuration import formulas
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
-# Untyped: its annotations differ between versions and partly contradict its use; the names used here do not.
-plgpu: Any = mosaic_gpu
+
+class _OnUse(types.ModuleType):
+    """A module that is imported when one of its names is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+# Untyped: its annotations differ between versions and partly contradict its use; the names used here do not. Importing
+# it takes a third as long as importing JAX, and only GPU kernels use it.
+plgpu: Any = _OnUse("jax.experimental.pallas.mosaic_gpu")
 
 # Prefix of a reason that a newer JAX resolves.
 NEEDS_JAX = "needs jax "

@@ -150,8 +150,10 @@ def infer_layouts_sooner() -> None:
     the kernel anew. That is half of the lowering time of attention. The inferred layouts are the same. Other versions
     need no text.
     """
+    if jax_compat.JAX_VERSION[:2] != (0, 11):
+        return
     inference: Any = importlib.import_module("jax.experimental.mosaic.gpu.layout_inference")
-    if jax_compat.JAX_VERSION[:2] != (0, 11) or hasattr(inference.infer_layout, "__wrapped__"):
+    if hasattr(inference.infer_layout, "__wrapped__"):
         return
     infer, name_of = inference.infer_layout, inference.ValueSite.__str__
     numbering: Any = importlib.import_module("jaxlib.mlir.ir").AsmState

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax.numpy as jnp
 
+from search_spaces import value_of
 from search_spaces.exact import exact
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
@@ -85,6 +86,55 @@ class Unsupported:
     answer: Callable[[], Any]
 
 
+class KernelName(NamedTuple):
+    """A kernel that is imported when its platform, or all kernels, are needed: a back end takes long to import.
+
+    Attributes:
+      backend: its `Kernel.backend`. Its `Kernel.version` is not 0, and it is no library kernel.
+      platform: the only platform on which it supports problems.
+      place: its class, as ``package.module:CLASS``.
+    """
+
+    backend: str
+    platform: str
+    place: str
+
+
+class Kernels(Sequence[Kernel[P, Any]]):
+    """Kernels, of which those declared by name are imported when they are first accessed.
+
+    Attributes:
+      declared: the kernels, and the names of others.
+    """
+
+    def __init__(self, *declared: Kernel[P, Any] | KernelName) -> None:
+        self.declared = declared
+
+    def __len__(self) -> int:
+        return len(self.declared)
+
+    def __iter__(self) -> Iterator[Kernel[P, Any]]:
+        return map(_imported, self.declared)
+
+    @overload
+    def __getitem__(self, index: int) -> Kernel[P, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Kernel[P, Any], ...]: ...
+    def __getitem__(self, index: int | slice) -> Kernel[P, Any] | tuple[Kernel[P, Any], ...]:
+        return (
+            tuple(map(_imported, self.declared[index])) if isinstance(index, slice) else _imported(self.declared[index])
+        )
+
+
+def _imported(kernel: Kernel[P, Any] | KernelName) -> Kernel[P, Any]:
+    return _made(kernel.place) if isinstance(kernel, KernelName) else kernel
+
+
+@functools.cache
+def _made(place: str) -> Any:
+    return value_of(place)()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation(Generic[P]):
     """A named operation: its problems, and the kernels that compete to solve them.
@@ -99,7 +149,7 @@ class Operation(Generic[P]):
     Attributes:
       name: the name in a cache and on a command line.
       problem: the type of its problems.
-      kernels: one per backend, exactly one of them a library kernel.
+      kernels: one per backend, exactly one of them a library kernel; `Kernels` if some are declared by name.
       params: names of arguments of `Kernel.run` that are not arrays and change no schedule (an epsilon, a scale).
       jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``. Default: the library kernel's derivative.
       transpose: ``transpose(call, problem, cotangent, args) -> cotangents``, if the operation is linear in the
@@ -136,7 +186,7 @@ class Operation(Generic[P]):
 
     name: str
     problem: type[P]
-    kernels: tuple[Kernel[P, Any], ...]
+    kernels: Sequence[Kernel[P, Any]]
     params: tuple[str, ...] = ()
     vjp_params: tuple[str, ...] = ()
     jvp: Callable[..., Any] | None = None
@@ -153,10 +203,10 @@ class Operation(Generic[P]):
     shard: Callable[[P], Sharding[P] | None] | None = None
 
     def __post_init__(self) -> None:
-        libraries = [kernel.backend for kernel in self.kernels if kernel.library]
+        libraries = [kernel.backend for kernel in self._declared if isinstance(kernel, Kernel) and kernel.library]
         if len(libraries) != 1:
             raise ValueError(f"operation {self.name!r} needs exactly one library kernel, found {libraries or 'none'}")
-        if len(set(self.backends)) != len(self.kernels):
+        if len(set(self.backends)) != len(self._declared):
             raise ValueError(f"operation {self.name!r} has two kernels of one backend: {', '.join(self.backends)}")
         if (self.vjp_fwd is None) != (self.vjp_bwd is None):
             raise ValueError(f"operation {self.name!r} has one of vjp_fwd and vjp_bwd, which belong together")
@@ -166,13 +216,26 @@ class Operation(Generic[P]):
     def __repr__(self) -> str:  # part of each call in a printed jaxpr
         return self.name
 
-    @property
+    @functools.cached_property
+    def _declared(self) -> tuple[Kernel[P, Any] | KernelName, ...]:
+        return self.kernels.declared if isinstance(self.kernels, Kernels) else tuple(self.kernels)
+
+    @functools.cached_property
     def backends(self) -> tuple[str, ...]:
-        return tuple(kernel.backend for kernel in self.kernels)
+        return tuple(kernel.backend for kernel in self._declared)
 
     @functools.cached_property
     def library(self) -> Kernel[P, Any]:
-        return next(kernel for kernel in self.kernels if kernel.library)
+        return next(kernel for kernel in self._declared if isinstance(kernel, Kernel) and kernel.library)
+
+    @property
+    def by_program(self) -> tuple[Kernel[P, Any], ...]:
+        """The kernels whose version is their program (`Kernel.version` 0)."""
+        return tuple(kernel for kernel in self._declared if isinstance(kernel, Kernel) and kernel.version == 0)
+
+    def kernels_on(self, platform: str) -> tuple[Kernel[P, Any], ...]:
+        """Returns the kernels that may support a problem on `platform`, without importing others."""
+        return tuple(_imported(k) for k in self._declared if isinstance(k, Kernel) or k.platform == platform)
 
     def kernel(self, backend: str) -> Kernel[P, Any]:
         """Returns the kernel of `backend`.
@@ -180,9 +243,9 @@ class Operation(Generic[P]):
         Raises:
           ValueError: there is none; the message lists the backends.
         """
-        for kernel in self.kernels:
+        for kernel in self._declared:
             if kernel.backend == backend:
-                return kernel
+                return _imported(kernel)
         close = meant(backend, self.backends) if isinstance(backend, str) else None
         hint = f"; did you mean {close!r}?" if close else ""
         raise ValueError(f"{self.name} has no backend {backend!r}{hint} (it has: {', '.join(self.backends)})")

@@ -207,7 +207,7 @@ def backends_of_another(
     if only_library or other.backends == (other.library.backend,):
         return frozenset({other.library.backend})
     left_out = set(operation.backends) - allowed if excluded is None else excluded
-    kernels = {kernel.backend for kernel in other.kernels if not kernel.library} - left_out
+    kernels = set(other.backends) - {other.library.backend} - left_out
     libraries = set() if operation.library.backend in left_out else {other.library.backend}
     return frozenset(kernels | libraries)
 

@@ -60,7 +60,7 @@ def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, 
 
 def of_reference(operation: Operation[Any], problem: Problem) -> str:
     """Returns the current fingerprint of the reference; "" if all kernels have manual versions."""
-    if all(kernel.version != BY_PROGRAM for kernel in operation.kernels):
+    if not operation.by_program:
         return ""
     return _isolated(lambda: _traced(problem.reference, problem.operands()))
 
@@ -70,7 +70,7 @@ def of_legal(operation: Operation[Any], problem: Problem, target: Target) -> str
 
     Choices and rules change it if they change which schedules are legal for `problem`.
     """
-    own = [kernel for kernel in operation.kernels if kernel.version == BY_PROGRAM]
+    own = operation.by_program
     try:
         spaces = {each.backend: each.space(problem, target) for each in own if each.supports(problem, target) is None}
         return digest({backend: space.legal()[0].values() for backend, space in spaces.items()}) if own else ""

@@ -340,7 +340,7 @@ class _Selection:
             why = f" ({invalid_reason})" if invalid_reason else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._call_text(hardware)}{why}; run: {command}")
-        for kernel in self.operation.kernels:
+        for kernel in self.operation.kernels_on(self.platform):
             kernel.require_results(self.problem, hardware.target)
         if isinstance(invalid_reason, Changed) and (policy != "tune" or self.options.target):
             command = hints.tune(self.operation, self.problem, hardware)

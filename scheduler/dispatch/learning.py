@@ -77,7 +77,7 @@ class MissedCall:
     def trials(self) -> int:
         """The number of trials that learn this problem."""
         target = self.hardware.target
-        baselines = [kernel for kernel in self.operation.kernels if kernel.library or kernel.vendor]
+        baselines = [kernel for kernel in self.operation.kernels_on(target.platform) if kernel.library or kernel.vendor]
         able = [kernel for kernel in baselines if kernel.supports(self.problem, target) is None]
         return SCHEDULES + sum(len(kernel.space(self.problem, target).legal()[0]) for kernel in able)
 

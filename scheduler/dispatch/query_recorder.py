@@ -15,7 +15,6 @@ import jax
 
 from scheduler.core import codec
 from scheduler.core.errors import UnknownChip
-from scheduler.core.fingerprints import BY_PROGRAM
 from scheduler.core.hardware import Hardware
 from scheduler.core.neighbours import range_to_text
 from scheduler.dispatch import dispatch
@@ -74,11 +73,11 @@ def digest(
     """
     if isinstance(options, RecordingOptions):
         return uuid.uuid4().hex  # unique: a program from the compilation cache would make no queries to record
-    if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
+    if operation.by_program:
         return uuid.uuid4().hex  # unique: the kernel's program is known only when a shard is traced
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
     allowed = options.backends and sorted(options.backends)
-    versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
+    versions = [(kernel.backend, kernel.version) for kernel in operation.kernels_on(platform)]
     excluded = options.excluded and sorted(options.excluded)
     # Other parameters only tell how a call is differentiated.
     of_kernels = tuple(named for named in params if named[0] in operation.params)

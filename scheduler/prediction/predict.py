@@ -341,13 +341,11 @@ def predict(
     vendors: list[Choice] = []
     found: Choice | None = None
     refused: dict[str, str] = {}
-    unsupported: dict[str, str] = {}  # reported only if no kernel was refused for another reason
-    for kernel in operation.kernels:
-        if kernel.backend not in allowed or kernel.library:
+    target = hardware.target
+    for kernel in operation.kernels_on(target.platform):
+        if kernel.backend not in allowed or kernel.library or kernel.supports(problem, target):
             continue
-        if reason := kernel.supports(problem, hardware.target):
-            unsupported[kernel.backend] = reason
-        elif library.backend in allowed and hardware.architecture not in kernel.verified_on:
+        if library.backend in allowed and hardware.architecture not in kernel.verified_on:
             refused[kernel.backend] = f"not verified on {hardware.architecture}"
         else:
             needed = library.backend not in allowed
@@ -360,7 +358,8 @@ def predict(
                 found = choice
     otherwise = min((best, *vendors), key=lambda choice: choice.predicted_s)
     if found is None and otherwise is best:
-        why = _words(refused or unsupported)
+        others = (kernel for kernel in operation.kernels if not refused and kernel.backend in allowed)
+        why = _words(refused or {k.backend: reason for k in others if (reason := k.supports(problem, target))})
         if library.backend not in allowed:
             raise NoCandidate(f"no kernel of {operation.name} supports {problem} on {hardware.kind}: {why}")
         reason = why or "the library is the only kernel"

@@ -176,7 +176,7 @@ def recheck(
     claim costs time only. `verify` or a search, both of which check the results on the device, end this condition.
     """
     allowed = allowed_backends(operation, backends)
-    for kernel in operation.kernels:
+    for kernel in operation.kernels_on(hardware.target.platform):
         then = record.versions.get(kernel.backend)
         if kernel.backend not in allowed and not kernel.library:
             continue

@@ -120,7 +120,7 @@ def collect(
         dropped.update(f"{c.backend}: cannot win, by the bytes that it moves" for c in beyond)
         candidates = [c for c in candidates if c not in beyond]
     place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
-    vendors = {kernel.backend for kernel in operation.kernels if kernel.vendor}
+    vendors = {kernel.backend for kernel in operation.kernels_on(runner.hardware.target.platform) if kernel.vendor}
     points = {_point(candidate): versioned(candidate) for candidate in candidates}
     leading = [versioned(c) for c in candidates if c.backend in vendors]
     leading += [*(points[point] for point in first if point in points), *won]
@@ -255,7 +255,7 @@ def search_seconds(
       finalists: number of candidates that are called `calls_of_finalist` more times.
     """
     launches: list[float] = []
-    for kernel in operation.kernels:
+    for kernel in operation.kernels_on(hardware.target.platform):
         if not kernel.library and kernel.backend in backends and kernel.supports(problem, hardware.target) is None:
             points = prune(kernel, problem, hardware, CostModel(hardware)).points
             launches += _launch_seconds(kernel, problem, points, hardware).tolist()

@@ -358,7 +358,7 @@ def expected_s(task: Task, hardware: Hardware) -> float:
     library = operation.library
     has_kernels = any(
         (task.backends is None or kernel.backend in task.backends) and kernel.supports(problem, hardware.target) is None
-        for kernel in operation.kernels
+        for kernel in operation.kernels_on(hardware.target.platform)
         if kernel is not library
     )
     trials = task.budget if has_kernels else min(task.budget, LIBRARY_TRIALS)

@@ -108,7 +108,7 @@ def _weighed(
     if record_entry is not None:
         return Missed(miss, operation, problem, covered_by=record_entry)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
-    kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
+    kernels = frozenset(operation.backends) - {operation.library.backend}
     try:
         best = predict(operation, problem, hardware, backends=kernels, records=preferred(records).values())
     except NoCandidate as none:

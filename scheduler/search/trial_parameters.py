@@ -27,7 +27,9 @@ class TrialParameters:
     """Returns the parameters of candidates of one problem, with their distributions, for Optuna's dashboard."""
 
     def __init__(self, operation: Operation[Any], problem: Problem, target: Target) -> None:
-        kernels = [kernel for kernel in operation.kernels if kernel.supports(problem, target) is None]
+        kernels = [
+            kernel for kernel in operation.kernels_on(target.platform) if kernel.supports(problem, target) is None
+        ]
         spaces = {kernel.backend: kernel.space(problem, target) for kernel in kernels}
         choices: list[Mapping[str, Choice]] = [{BACKEND: backend} for backend in spaces]
         for space in spaces.values():

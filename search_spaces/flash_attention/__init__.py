@@ -23,13 +23,11 @@ from search_spaces.attention.problem import (
     zero_queries,
 )
 from search_spaces.flash_attention import kernels, regions
-from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.kernels import CudnnFlashAttention, InterpretedFlashAttention, XlaFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, KernelName, Kernels, Operation, Unsupported
 from search_spaces.sharding import Sharding
 
 # ------------------------------------------------------------------------------
@@ -278,11 +276,11 @@ def shard(p: FlashAttentionProblem) -> Sharding[FlashAttentionProblem]:
 FLASH_ATTENTION = Operation[FlashAttentionProblem](
     name="flash_attention",
     problem=FlashAttentionProblem,
-    kernels=(
-        MosaicGpuFlashAttention(),
-        MosaicGpuFlashDecoding(),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.flash_attention.hopper:MosaicGpuFlashAttention"),
+        KernelName("mosaic_gpu_decode", "cuda", "search_spaces.flash_attention.hopper:MosaicGpuFlashDecoding"),
         CudnnFlashAttention(),
-        MosaicTpuFlashAttention(),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.flash_attention.tpu:MosaicTpuFlashAttention"),
         InterpretedFlashAttention(),
         XlaFlashAttention(),
     ),

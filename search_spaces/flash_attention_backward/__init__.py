@@ -2,22 +2,22 @@
 
 from search_spaces import jax_compat
 from search_spaces.flash_attention_backward import kernels, problem
-from search_spaces.flash_attention_backward.hopper import MosaicGpuFlashAttentionBackward
 from search_spaces.flash_attention_backward.kernels import (
-    CudnnFlashAttentionBackward,
     InterpretedFlashAttentionBackward,
     XlaFlashAttentionBackward,
 )
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
-from search_spaces.operation import Operation
+from search_spaces.operation import KernelName, Kernels, Operation
 
 # Second derivatives are those of the library kernel.
 FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
     name="flash_attention_backward",
     problem=FlashAttentionBackwardProblem,
-    kernels=(
-        MosaicGpuFlashAttentionBackward(),
-        CudnnFlashAttentionBackward(),
+    kernels=Kernels(
+        KernelName(
+            "mosaic_gpu", "cuda", "search_spaces.flash_attention_backward.hopper:MosaicGpuFlashAttentionBackward"
+        ),
+        KernelName("cudnn", "cuda", "search_spaces.flash_attention_backward.cudnn:CudnnFlashAttentionBackward"),
         InterpretedFlashAttentionBackward(),
         XlaFlashAttentionBackward(),
     ),

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
 from search_spaces.gated_matmul import kernels, problem
-from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul
-from search_spaces.gated_matmul.kernels import InterpretGatedMatmul, MosaicTpuGatedMatmul, XlaGatedMatmul
+from search_spaces.gated_matmul.kernels import InterpretGatedMatmul, XlaGatedMatmul
 from search_spaces.gated_matmul.problem import DTYPES, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.matmul.problem import MatmulProblem
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, KernelName, Kernels, Operation, Unsupported
 from search_spaces.rows.formulas import SILU_AND_MUL, SILU_AND_MUL_JVP, SiluAndMulJvpProblem, SiluAndMulProblem
 from search_spaces.sharding import Sharding
 
@@ -209,7 +208,12 @@ def _sum(*terms: jax.Array | None) -> jax.Array | None:
 GATED_MATMUL = Operation[GatedMatmulProblem](
     name="gated_matmul",
     problem=GatedMatmulProblem,
-    kernels=(MosaicGpuGatedMatmul(), MosaicTpuGatedMatmul(), InterpretGatedMatmul(), XlaGatedMatmul()),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.gated_matmul.hopper:MosaicGpuGatedMatmul"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.gated_matmul.tpu:MosaicTpuGatedMatmul"),
+        InterpretGatedMatmul(),
+        XlaGatedMatmul(),
+    ),
     jvp=jvp,
     batch=batch,
     front_end=bind,

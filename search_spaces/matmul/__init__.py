@@ -15,14 +15,9 @@ from jax import lax
 
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
 from search_spaces.matmul import problem, rules, xla
-from search_spaces.matmul.blackwell import JaxBlackwellMatmul
-from search_spaces.matmul.hopper import MosaicGpuBf16x3Matmul, MosaicGpuMatmul
-from search_spaces.matmul.interpret import InterpretMatmul
-from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import PRECISIONS, MatmulProblem, Operands
-from search_spaces.matmul.tpu import MosaicTpuMatmul
 from search_spaces.matmul.xla import XlaMatmul
-from search_spaces.operation import BoundCall, MatchedEquation, Operation, Unsupported
+from search_spaces.operation import BoundCall, KernelName, Kernels, MatchedEquation, Operation, Unsupported
 from search_spaces.problem import Arrays
 
 # ------------------------------------------------------------------------------
@@ -406,13 +401,13 @@ def _others(ndim: int, *taken: Sequence[int]) -> Axes:
 MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
-    kernels=(
-        MosaicGpuMatmul(),
-        MosaicGpuBf16x3Matmul(),
-        MosaicGpuMmaMatmul(),
-        JaxBlackwellMatmul(),
-        MosaicTpuMatmul(),
-        InterpretMatmul(),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.matmul.hopper:MosaicGpuMatmul"),
+        KernelName("mosaic_gpu_bf16_3x", "cuda", "search_spaces.matmul.hopper:MosaicGpuBf16x3Matmul"),
+        KernelName("mosaic_gpu_mma", "cuda", "search_spaces.matmul.mma:MosaicGpuMmaMatmul"),
+        KernelName("jax_blackwell", "cuda", "search_spaces.matmul.blackwell:JaxBlackwellMatmul"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.matmul.tpu:MosaicTpuMatmul"),
+        KernelName("interpret", "cpu", "search_spaces.matmul.interpret:InterpretMatmul"),
         XlaMatmul(),
     ),
     jvp=rules.jvp,

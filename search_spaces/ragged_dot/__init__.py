@@ -18,11 +18,9 @@ from search_spaces import jax_compat
 from search_spaces.front_end import in_front, require_array, unsupported_reason, weakly_typed
 from search_spaces.matmul import epilogue, rounding
 from search_spaces.matmul.problem import RESULTS
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, KernelName, Kernels, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of
-from search_spaces.ragged_dot.hopper import MosaicGpuGatedRaggedDot, MosaicGpuRaggedDot, MosaicGpuRaggedDotWeights
-from search_spaces.ragged_dot.jax_kernels import JaxBlackwellRaggedDot, JaxRaggedDot
 from search_spaces.ragged_dot.kernels import (
     InterpretGatedRaggedDot,
     InterpretRaggedDot,
@@ -39,7 +37,6 @@ from search_spaces.ragged_dot.problem import (
     sizes_of,
 )
 from search_spaces.ragged_dot.problem import group_sizes as sizes_of_distribution
-from search_spaces.ragged_dot.tpu import MosaicTpuGatedRaggedDot, MosaicTpuRaggedDot, MosaicTpuRaggedDotWeights
 from search_spaces.sharding import Sharding
 
 # ------------------------------------------------------------------------------
@@ -399,11 +396,11 @@ def shard_weights(p: RaggedDotWeightsProblem) -> Sharding[RaggedDotWeightsProble
 RAGGED_DOT = Operation[RaggedDotProblem](
     name="ragged_dot",
     problem=RaggedDotProblem,
-    kernels=(
-        MosaicGpuRaggedDot(),
-        JaxRaggedDot(),
-        JaxBlackwellRaggedDot(),
-        MosaicTpuRaggedDot(),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuRaggedDot"),
+        KernelName("jax_mosaic_gpu", "cuda", "search_spaces.ragged_dot.jax_kernels:JaxRaggedDot"),
+        KernelName("jax_blackwell", "cuda", "search_spaces.ragged_dot.jax_kernels:JaxBlackwellRaggedDot"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuRaggedDot"),
         InterpretRaggedDot(),
         XlaRaggedDot(),
     ),
@@ -418,7 +415,12 @@ RAGGED_DOT = Operation[RaggedDotProblem](
 GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
     name="gated_ragged_dot",
     problem=GatedRaggedDotProblem,
-    kernels=(MosaicGpuGatedRaggedDot(), MosaicTpuGatedRaggedDot(), InterpretGatedRaggedDot(), XlaGatedRaggedDot()),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuGatedRaggedDot"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuGatedRaggedDot"),
+        InterpretGatedRaggedDot(),
+        XlaGatedRaggedDot(),
+    ),
     jvp=jvp_gated,
     batch=batch_gated,
     front_end=bind_gated,
@@ -428,9 +430,9 @@ GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
 RAGGED_DOT_WEIGHTS = Operation[RaggedDotWeightsProblem](
     name="ragged_dot_weights",
     problem=RaggedDotWeightsProblem,
-    kernels=(
-        MosaicGpuRaggedDotWeights(),
-        MosaicTpuRaggedDotWeights(),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuRaggedDotWeights"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuRaggedDotWeights"),
         InterpretRaggedDotWeights(),
         XlaRaggedDotWeights(),
     ),

@@ -14,12 +14,12 @@ from jax import lax
 
 from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
 from search_spaces.kernel import Library, LibraryKernel
-from search_spaces.operation import BoundCall, Operation, Unsupported
+from search_spaces.operation import BoundCall, Kernels, Operation, Unsupported
 from search_spaces.problem import Problem, Tolerance, nbytes
 from search_spaces.rows.calls import formula_dtype
 from search_spaces.rows.formulas import EPS, LayerNormProblem, require_like_rows
-from search_spaces.rows.hopper.channels import HopperChannels
 from search_spaces.rows.named import DTYPES
+from search_spaces.rows.operation import CHANNELS
 from search_spaces.rows.program import Program
 from search_spaces.sharding import Sharding
 from search_spaces.target import Target
@@ -182,7 +182,7 @@ _SHARDING: Sharding[GroupNormProblem] = Sharding(
 GROUP_NORM: Operation[GroupNormProblem] = Operation(
     "group_norm",
     GroupNormProblem,
-    (HopperChannels(), XlaGroupNorm()),
+    Kernels(CHANNELS, XlaGroupNorm()),
     params=("eps",),
     front_end=_bind,
     batch=_batch,

@@ -17,13 +17,11 @@ from search_spaces import derivative_rules
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.front_end import grouped
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKernel
-from search_spaces.operation import Operation
+from search_spaces.operation import KernelName, Kernels, Operation
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.calls import Origin, bind_formula, bind_program
 from search_spaces.rows.derivative import Derivative, differentiate
-from search_spaces.rows.hopper import HopperRows
-from search_spaces.rows.hopper.channels import HopperChannels
 from search_spaces.rows.named import Formula, FormulaProblem, problem_type
 from search_spaces.rows.problem import (
     ProgramAlongProblem,
@@ -38,7 +36,6 @@ from search_spaces.rows.problem import (
 )
 from search_spaces.rows.program import evaluate
 from search_spaces.rows.regions import find
-from search_spaces.rows.tpu import TpuRows
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target, not_interpreted
 
@@ -319,9 +316,18 @@ def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct,
 _RULES: Mapping[str, Any] = {"batch": batch, "shard": shard}
 
 
-def kernels(library: XlaRows[Any]) -> tuple[Kernel[Any, Any], ...]:
+def kernels(library: XlaRows[Any]) -> Kernels[Any]:
     """Returns the kernels that compute any row program."""
-    return (HopperRows(), TpuRows(), InterpretedRows(), library)
+    return Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.rows.hopper:HopperRows"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.rows.tpu:TpuRows"),
+        InterpretedRows(),
+        library,
+    )
+
+
+# Group normalization and programs along an axis that is not the last.
+CHANNELS = KernelName("mosaic_gpu", "cuda", "search_spaces.rows.hopper.channels:HopperChannels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,7 +452,7 @@ ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
 ROWS_ALONG: Operation[ProgramAlongProblem] = Operation(
     "rows_along",
     ProgramAlongProblem,
-    (HopperChannels(), XlaRows()),
+    Kernels(CHANNELS, XlaRows()),
     params=("own_rules",),
     jvp=jvp_rule(_of_programs_along),
     front_end=functools.partial(bind_program, ProgramAlongProblem),

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.front_end import in_front, lead, unsupported_reason, weakly_typed
-from search_spaces.operation import BoundCall, Operation, Unsupported
-from search_spaces.scaled_matmul.kernels import MosaicGpuScaledMatmul, XlaScaledMatmul
+from search_spaces.operation import BoundCall, KernelName, Kernels, Operation, Unsupported
 from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem, dequantized
+from search_spaces.scaled_matmul.xla import XlaScaledMatmul
 from search_spaces.sharding import Sharding
 from search_spaces.space import cdiv
 
@@ -121,7 +121,9 @@ def shard(p: ScaledMatmulProblem) -> Sharding[ScaledMatmulProblem]:
 SCALED_MATMUL = Operation[ScaledMatmulProblem](
     name="scaled_matmul",
     problem=ScaledMatmulProblem,
-    kernels=(MosaicGpuScaledMatmul(), XlaScaledMatmul()),
+    kernels=Kernels(
+        KernelName("mosaic_gpu", "cuda", "search_spaces.scaled_matmul.hopper:MosaicGpuScaledMatmul"), XlaScaledMatmul()
+    ),
     batch=batch,
     front_end=bind,
     shard=shard,
