@@ -81,7 +81,8 @@ def optimize(
     that rounding noise makes. Both are timed in interleaved rounds for up to `seconds`. The tuned version is kept if
     its results agree and it is faster with 99 % confidence. If no equation is replaced, or if `fn` has side effects,
     XLA's version is used and nothing is timed. A job of several processes also skips timing: it uses a plan
-    (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and their reasons.
+    (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and their reasons. The
+    cache stores decisions, and later processes use those of the same function, arguments, kernels, chip and versions.
 
     Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
     optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and
@@ -286,7 +287,8 @@ class Optimized(PosesProblems):
 
         A `jax.ShapeDtypeStruct` may replace an array. The result is that of `lower` of the library that jits.
         """
-        if (lower := self._traceable("lower")) != self._jitted.lower:
+        lower = self._traceable("lower")
+        if self._by_library is not None:
             return lower(*args, **kwargs)
         given = Arguments(self._static, args, kwargs, self._parameters, self._shown)
         return self._trial(self._current_options(), self._jitted, given).lower()
