@@ -322,7 +322,7 @@ class Optimized(PosesProblems):
         return self._again(self._fn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
-        jitted = self._by_jax or is_library_jitted(self._fn)  # a deep copy of a `jax.jit` function has no `lower`
+        jitted = self._by_jax or is_library_jitted(self._fn)  # a deep copy of a `jax.jit` function cannot be lowered
         return self._again(self._fn if jitted else copy.deepcopy(self._fn, memo))
 
     def _again(self, fn: Any) -> Optimized:
