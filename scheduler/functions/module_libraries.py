@@ -46,7 +46,7 @@ def equinox_donated(
     return numbers, names
 
 
-def rejitted_by_equinox(fn: Any, replaced: Callable[[Any], Any]) -> Any:
+def jitted_by_equinox(fn: Any, replaced: Callable[[Any], Any]) -> Any:
     """Returns a copy of a `filter_jit` function, but ``replaced(f)`` runs for its function `f` of arrays.
 
     None stands for a version of Equinox whose jitted functions are built otherwise.

@@ -160,8 +160,8 @@ class Optimized(PosesProblems):
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
         self.__name__: str = _name(fn)
-        # Calls the version of known arguments. Replaced if the settings change, for which it selected.
-        self._dispatched: Callable[..., Any] = _unanswered
+        # Calls the version of known arguments. Made again if the settings change, under which it selects versions.
+        self._dispatched: Any = None
         self._settings: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ class Optimized(PosesProblems):
     def _jitted_by_library(self) -> Any:
         if module_libraries.is_equinox_jitted(self._fn):
             inside = functools.partial(self._inside, shown=module_libraries.arguments_of_equinox)
-            return None if self._jit_options else module_libraries.rejitted_by_equinox(self._fn, inside)
+            return None if self._jit_options else module_libraries.jitted_by_equinox(self._fn, inside)
         fn = module_libraries.unwrapped_flax(self._fn)
         if not isinstance(fn, types.FunctionType) or self._jit_options.keys() - _OF_FLAX:
             return None
@@ -434,10 +434,6 @@ class _Inner(Optimized):
         if self._version(args, kwargs) is None:
             raise pure.Impure
         return self._jitted(*args, **kwargs)
-
-
-def _unanswered(*_: Any, **__: Any) -> Any:
-    return NotImplemented
 
 
 def _name(fn: Any) -> str:

@@ -317,18 +317,19 @@ class Trial:
 
     def _on_a_cpu_by_default(self) -> bool:
         """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
-        devices = self.given.devices() or jax.local_devices()[:1]
         named = any(each.backends is not None or each.plan is not None for each in self.options.values())
-        return not named and devices[0].platform == CPU.platform
+        return not named and self._devices()[0].platform == CPU.platform
 
     def _platform(self) -> str | None:
         """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
-        devices = self.given.devices() or jax.local_devices()[:1]
+        devices = self._devices()
         return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
 
+    def _devices(self) -> list[jax.Device]:
+        return self.given.devices() or jax.local_devices()[:1]
+
     def _key(self, traced: Any) -> str | None:
-        devices = self.given.devices() or jax.local_devices()[:1]
-        return stored_decisions.key_of(traced.lower(), self.options.values(), devices, self.seconds is None)
+        return stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
 
     def _recalled(self, key: str, traced: Any) -> Decided | None:
         """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
@@ -436,8 +437,9 @@ class Trial:
         return self._decision(f"uses {used}: {gain}{memory}", lowered, compiled, **measured)
 
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
-        self._warn(f"{XLA_IS_USED}: {reason}")
-        return self._decision(f"{XLA_IS_USED}: {reason}", lowered)
+        reason = f"{XLA_IS_USED}: {reason}"
+        self._warn(reason)
+        return self._decision(reason, lowered)
 
     def _warn(self, message: str) -> None:
         self.status.erase()
