@@ -24,11 +24,13 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import interleaved, module_libraries, pure
+from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
+from scheduler.functions.decided import Decided
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.problems import PosesProblems
 from scheduler.functions.pure import Outputs
-from scheduler.functions.trial import Arguments, Decided, Trial
+from scheduler.functions.trial import Trial
 from search_spaces import lowering_compat
 from search_spaces.space import unknown
 

@@ -16,8 +16,8 @@ from scheduler.core import status_line
 from scheduler.core.status_line import StatusLine
 from scheduler.functions import trial
 from scheduler.functions.ablation import Replaced
+from scheduler.functions.decided import Decided
 from scheduler.functions.interleaved import Seconds
-from scheduler.functions.trial import Decided
 from search_spaces.matmul import MATMUL
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -15,9 +15,9 @@ from jax.extend import core
 import scheduler
 from scheduler.core import hardware
 from scheduler.functions import comparison
+from scheduler.functions.decided import NONE_ON_A_CPU
 from scheduler.functions.equations import replacing_operations
 from scheduler.functions.rewriting import Rewritten
-from scheduler.functions.trial import NONE_ON_A_CPU
 from scheduler.prediction.predict import predict
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -7,7 +7,7 @@ import pytest
 from test_plans import PROBLEM, A, B, plan_of
 
 import scheduler
-from scheduler.functions.trial import PLANNED, SEVERAL_PROCESSES
+from scheduler.functions.decided import PLANNED, SEVERAL_PROCESSES
 
 pytestmark = pytest.mark.slow
 

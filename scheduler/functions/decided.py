@@ -1,0 +1,121 @@
+"""A decision of `optimize`, and its words."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scheduler.core.text import seconds_text
+from scheduler.functions import interleaved
+from scheduler.functions.ablation import Replaced
+from scheduler.functions.interleaved import Seconds
+
+# Reasons to keep a version without timing.
+XLA_IS_USED = "XLA's version is used"
+SEVERAL_PROCESSES = (
+    f"{XLA_IS_USED}: each process of a job would decide for itself, and processes could differ: give them one plan "
+    "(scheduler.plan)"
+)
+NOTHING_REPLACED = f"{XLA_IS_USED}: no kernel is selected for its matmuls, grouped products, attention or row programs"
+NONE_ON_A_CPU = f"{XLA_IS_USED}: there is no kernel for a CPU, and other changes are not tried there"
+PLANNED = "from the plan, identically in all processes of the job"
+UNTIMED = "not timed"
+# What a report says of equations on a CPU, in the form of `Lowered.left`.
+LEFT_ON_A_CPU = "products: no kernel for a CPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """The version used for some arguments, and the reason.
+
+    Attributes:
+      function, arguments: The function's name, and its arguments as text.
+      compiled: The tuned version (`jax.stages.Compiled`) if it is kept; None if XLA's version is kept.
+      reason: The decision as a sentence: what is used, and what it gains or why.
+      replaced: Kernels of the tuned version, whichever version was kept.
+      left: Why other equations are left to XLA -> number of kinds of such equations.
+      changes: Other changes of the tuned version, which need no kernel, as text.
+      plain, tuned: Seconds per call, from the same rounds; None if nothing was timed.
+      plain_bytes, tuned_bytes: Peak device memory of each version; None if nothing was compared, or if XLA does not
+        report it.
+    """
+
+    function: str
+    arguments: str
+    compiled: Any
+    reason: str
+    replaced: tuple[Replaced, ...] = ()
+    left: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    plain: Seconds | None = None
+    tuned: Seconds | None = None
+    plain_bytes: int | None = None
+    tuned_bytes: int | None = None
+    changes: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> str:
+        """The version used: "tuned" or "plain"."""
+        return "plain" if self.compiled is None else "tuned"
+
+    def __str__(self) -> str:
+        lines = [f"{self.function}({self.arguments})", f"  {self.reason}"]
+        used = "by a kernel" if self.kept == "tuned" else "tried, and not used"
+        changed = "by XLA, changed" if self.kept == "tuned" else "tried, and not used"
+        if self.plain is not None and self.tuned is not None:
+            lines.append(f"  {_times_text(self.plain, self.tuned, self._tried)}")
+        if self.plain_bytes is not None and self.tuned_bytes is not None:
+            lines.append(f"  peak memory: {self._tried} {_mib(self.tuned_bytes)}, XLA {_mib(self.plain_bytes)}")
+        lines += [f"  {used}: {each}" for each in self.replaced]
+        lines += [f"  {changed}: {each}" for each in self.changes]
+        return "\n".join(lines + [f"  {each}" for each in _left_texts(self.left)])
+
+    @property
+    def _tried(self) -> str:
+        return f"with {used_text(self.replaced, self.changes)}"
+
+
+def used_text(replaced: Sequence[Replaced], changes: Sequence[str]) -> str:
+    """Returns "14 kernels", "1 kernel and 2 other changes" or "2 changes without a kernel"."""
+    counted = {"kernel": len(replaced), "other change" if replaced else "change": len(changes)}
+    used = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counted.items() if n)
+    return used if replaced else f"{used} without a kernel"
+
+
+def _times_text(plain: Seconds, tuned: Seconds, tried: str) -> str:
+    interval = interleaved.interval_text(tuned, plain)
+    return f"time of a call: {tried} {seconds_text(tuned.median_s)}, XLA {seconds_text(plain.median_s)}; {interval}"
+
+
+def memory_text(plain: int | None, tuned: int | None) -> str:
+    """Returns ", 40 % less memory"; "" if the difference is below 1 %, or unknown."""
+    share = round(100 * (tuned / plain - 1)) if plain and tuned else 0
+    return f", {abs(share)} % {'less' if share < 0 else 'more'} memory" if share else ""
+
+
+def _left_texts(left: Mapping[str, int]) -> list[str]:
+    """Returns a line for all reasons that differ in numbers alone."""
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for reason, kinds in left.items():
+        groups.setdefault(re.sub(r"\d+(\.\d+)?", "#", reason), []).append((reason, kinds))
+    lines = []
+    for group in groups.values():
+        what, _, why = group[0][0].partition(": ")
+        kinds = sum(kinds for _, kinds in group)
+        stay = f"{kinds} kinds of {what} stay" if kinds > 1 else f"1 kind of {what} stays"
+        lines.append(f"{stay} with XLA: {'for example, ' if len(group) > 1 else ''}{why}")
+    return lines
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Returns the peak device memory of a compiled function, arguments and results included; None if not reported."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    given, made = found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(given + made + found.temp_size_in_bytes)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
