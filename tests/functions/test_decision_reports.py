@@ -14,7 +14,7 @@ import pytest
 import scheduler
 from scheduler.core import status_line
 from scheduler.core.status_line import StatusLine
-from scheduler.functions import decided, trial
+from scheduler.functions import trial
 from scheduler.functions.ablation import Replaced
 from scheduler.functions.decided import Decided
 from scheduler.functions.interleaved import Seconds
@@ -131,7 +131,7 @@ def test_a_gain_is_a_sentence_of_speed_and_memory(monkeypatch):
     outcome = {"plain": Seconds((1.93e-3,) * 12), "tuned": Seconds((1e-3,) * 12)}
     monkeypatch.setattr(trial.interleaved, "time_interleaved", lambda runs, **_: outcome)
     sizes = iter((100 * 2**20, 60 * 2**20))
-    monkeypatch.setattr(decided, "peak_bytes", lambda compiled: next(sizes))
+    monkeypatch.setattr(trial.decided, "peak_bytes", lambda compiled: next(sizes))
     fast = scheduler.optimize(lambda a, b: a @ b, backends="interpret")
     fast(normal(8, 8), normal(8, 8, seed=1))
     assert fast.decisions[0].reason == "uses 1 kernel: 1.93 times as fast, 40 % less memory"
