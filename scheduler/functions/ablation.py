@@ -14,7 +14,7 @@ import jax
 from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
-from scheduler.dispatch import dispatch, planned
+from scheduler.dispatch import dispatch, lowered_kernels, planned
 from scheduler.dispatch.dispatch import ON_A_MESH, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.functions import comparison, equations, interleaved
@@ -313,9 +313,7 @@ def lower_with_kernels(
 
         def run(*args: Any) -> tuple[Any, ...]:
             operands = matched.operands(*args)
-            return matched.restore(
-                *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
-            )
+            return matched.restore(*lowered_kernels.results(found, problem, matched.params, *operands))
 
         if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
             return run
