@@ -192,9 +192,11 @@ class Keeping:
         Returns:
           The versions that can be used, and the reasons why others cannot.
         """
-        lowered = {label: self._without(everything, left_out) for label, left_out in without.items()}
+        lowered, compiled = dict[str, Lowered](), dict[str, concurrent.futures.Future[Any]]()
         with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
-            compiled = {label: beside.submit(each.lowered.compile) for label, each in lowered.items()}
+            for label, left_out in without.items():
+                lowered[label] = self._without(everything, left_out)
+                compiled[label] = beside.submit(lowered[label].lowered.compile)
         reference = Reference(self.plain, jax.block_until_ready(self.plain()), self.noisy)
         versions, reasons = dict[str, Version](), dict[str, str]()
         for label, future in compiled.items():

@@ -15,7 +15,7 @@ from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
 from scheduler.core.status_line import StatusLine
-from scheduler.dispatch.dispatch import Options
+from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
 from scheduler.functions.ablation import Lowered, Run
 from scheduler.functions.call_arguments import Arguments
@@ -26,13 +26,18 @@ from scheduler.functions.noise import with_noise
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
+# The policies for a version without some kernels. Products within a region that is left out may have no record: they
+# stay with XLA, too, so nothing is searched for them, and no miss is an error.
+_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "learn": "model", "error": "xla"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """A jitted function and the arguments to try it with.
 
     Attributes:
-      seconds: Maximum time spent on timing. None keeps the tuned version without timing if its results agree.
+      seconds: Maximum time of each timing, of which there are up to three. None keeps the tuned version without timing
+        if its results agree.
       status: Shows what the decision waits for.
     """
 
@@ -128,12 +133,9 @@ class Trial:
         return self._decision(reason, lowered, compiled, groups=known.groups, **known.measured)
 
     def _lowered_without(self, traced: Any, refused: Mapping[str, str]) -> Lowered:
-        """Lowers the version without the replacements of these keys -> reasons. Nothing is compared.
-
-        No search starts, and no miss is an error, for equations that only become visible without a region around them.
-        """
+        """Lowers the version without the replacements of these keys -> reasons. Nothing is compared or searched."""
         options = {
-            name: each if each.on_miss == "xla" else dataclasses.replace(each, on_miss="model")
+            name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
         return ablation.lower_with_kernels(

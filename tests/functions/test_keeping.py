@@ -84,9 +84,7 @@ def test_a_tie_is_kept_only_if_it_needs_less_memory(timed, monkeypatch, bytes_wi
     assert sizes(decision) == kept
 
 
-@pytest.mark.parametrize(
-    ("rest_ms", "kept"), [(7, {2}), (9, {4, 2}), (8, {2})], ids=["rest", "best single", "as fast"]
-)
+@pytest.mark.parametrize(("rest_ms", "kept"), [(7, {2}), (9, {4, 2}), (8, {2})], ids=["rest", "best single", "as fast"])
 def test_the_best_single_version_is_kept_if_it_is_faster_than_all_drops_together(timed, rest_ms, kept):
     times = {"plain": 10, "tuned": 11, without(8): 8, without(4): 10.5, without(2): 12, "rest": rest_ms}
     rounds = timed(times)
