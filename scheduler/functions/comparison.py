@@ -239,7 +239,7 @@ _checked: dict[Any, str | None] = {}
 def region_disagreement(
     region: Region, calls: Sequence[TunedCall], key: Any = None, differentiable: Sequence[TunedCall] = ()
 ) -> str | None:
-    """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
+    """Says how tuned calls disagree with the equations of a region by more than rounding; None if they do not.
 
     Both are computed once for each kind of region on this device, for inputs of the same shapes.
 
@@ -251,7 +251,8 @@ def region_disagreement(
     found = RegionComparison(region)
     kind = found.kind, key, bool(differentiable)
     if kind not in _checked:
-        _checked[kind] = outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
+        wrong = outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
+        _checked[kind] = wrong and f"its kernels disagree with its equations: {wrong}"
     return _checked[kind]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,22 +39,26 @@ mlir.register_lowering(observe_p, _lower)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InPlace:
-    """The comparisons in one run of a function, by what is compared: the kind of a region, or a single product."""
+    """The comparisons in one run of a function, by the keys of the replacements (`rewrite.replacement_key`)."""
 
-    _found: dict[Hashable, list[tuple[Sequence[Any], float, Any]]] = dataclasses.field(
+    _found: dict[str, list[tuple[Sequence[Any], float, Any]]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
 
-    def refusals(self) -> Mapping[Hashable, str]:
-        """Returns what disagrees -> how. Waits until all runs have ended."""
+    def refusals(self) -> Mapping[str, str]:
+        """Returns the key of each kernel that disagrees -> how. Waits until all runs have ended."""
         jax.effects_barrier()
         wrong = {
             key: [text for results, least, each in found if (text := comparison.verdict(each, results, least))]
             for key, found in self._found.items()
         }
-        return {key: f"{texts[0]} (on the function's own values)" for key, texts in wrong.items() if texts}
+        return {
+            key: f"the kernel disagrees with its equations: {texts[0]} (on the function's own values)"
+            for key, texts in wrong.items()
+            if texts
+        }
 
-    def region(self, region: Region) -> Region:
+    def region(self, key: str, region: Region) -> Region:
         """Returns the region with its comparison after the last stage.
 
         The first stage reads the roots of its own results besides its inputs, the last stage reads the others.
@@ -69,7 +73,7 @@ class InPlace:
 
         def observe(*args: Any) -> None:
             count = len(region.roots)
-            self._note(found.kind, found.results, found.least, found.errors(args[:count], args[count:]))
+            self._note(key, found.results, found.least, found.errors(args[:count], args[count:]))
 
         def run(number: int, call: Any, before: Any, *args: Any) -> Any:
             stage = region.stages[number]
@@ -90,6 +94,7 @@ class InPlace:
 
     def product(
         self,
+        key: str,
         problem: Problem,
         run: Callable[..., tuple[Any, ...]],
         primitive: Any,
@@ -101,9 +106,9 @@ class InPlace:
         plain = primitive.bind(*args, **params)
         wide = primitive.bind(*map(comparison.widened, args), **comparison.wide_params(params))
         least = comparison.least_rounding([problem])
-        self._note(problem, [plain], least, comparison.errors([found], [plain], [wide], [plain]))
+        self._note(key, [plain], least, comparison.errors([found], [plain], [wide], [plain]))
         return (found,)
 
-    def _note(self, key: Hashable, results: Sequence[Any], least: float, errors: jax.Array) -> None:
+    def _note(self, key: str, results: Sequence[Any], least: float, errors: jax.Array) -> None:
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         jax.debug.callback(lambda found: self._found[key].append((structs, least, np.asarray(found))), errors)

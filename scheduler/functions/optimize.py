@@ -81,10 +81,13 @@ def optimize(
     compiles both versions and runs both on the arguments. Each kernel is compared with its equations in float32, on the
     function's own values, and left out if it disagrees. The results of both versions may differ by 3 times the change
     that rounding noise makes. Both are timed in interleaved rounds for up to `seconds`. The tuned version is kept if
-    its results agree and it is faster with 99 % confidence. If no equation is replaced, or if `fn` has side effects,
-    XLA's version is used and nothing is timed. A job of several processes also skips timing: it uses a plan
-    (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and their reasons. The
-    cache stores decisions, and later processes use those of the same function, arguments, kernels, chip and versions.
+    its results agree and it is faster with 99 % confidence. If it gains less than 90 % of what its kernels save alone,
+    by records or the cost model, up to five versions with fewer kernels are compiled, compared and timed, too. Kernels
+    without which the function is no slower are left out, and the fastest version is kept. If no equation is replaced,
+    or if `fn` has side effects, XLA's version is used and nothing is timed. A job of several processes also skips
+    timing: it uses a plan (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and
+    their reasons. The cache stores decisions, and later processes use those of the same function, arguments, kernels,
+    chip and versions.
 
     Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
     optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and
@@ -98,7 +101,8 @@ def optimize(
       on_miss, backends: As in `scheduler.tuned_matmul`, for each matmul and attention call. Calls that no allowed
         kernel can compute are not replaced.
       keep: "tuned" keeps the tuned version whenever its results agree, without timing.
-      seconds: Maximum time spent on timing. A minimum number of rounds may take longer.
+      seconds: Maximum time of one timing. A minimum number of rounds may take longer. There are up to three timings: of
+        both versions, of versions without groups of kernels, and of the version that is left.
       jit_options: `static_argnums`, `donate_argnums` and other options of `jax.jit`.
 
     Raises:

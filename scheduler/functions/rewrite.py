@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from scheduler.core.arguments import backends_of_each
 from scheduler.core.errors import NoCandidate
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
-from scheduler.dispatch.dispatch import OnMiss, Options
+from scheduler.dispatch.dispatch import Decision, OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import comparison
 from scheduler.functions.comparison import TunedCall
@@ -26,6 +27,9 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Region
 
+# The key of all changes that need no tuned call, in the mapping of replacements that are not made.
+OTHER_CHANGES = "other changes"
+
 
 def with_tuned_calls(
     jaxpr: Any,
@@ -33,7 +37,7 @@ def with_tuned_calls(
     platform: str,
     *,
     others: bool = False,
-    refused: Mapping[Any, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
     compared: bool = True,
 ) -> Rewritten:
@@ -45,7 +49,7 @@ def with_tuned_calls(
       options: operation name -> options for selecting its kernel.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
-      refused: kinds of regions that are left alone -> the reason (`InPlace.refusals`).
+      refused: the keys of replacements that are not made -> the reason; `OTHER_CHANGES` for the changes.
       in_place: adds a comparison of each region that is replaced.
       compared: whether regions are compared on random operands first.
 
@@ -67,18 +71,46 @@ def with_tuned_calls(
         library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
         return tuned_call(operation, problem, *operands, params=params, options=library)
 
+    @functools.cache
+    def key(region: Region) -> str:
+        calls = [(stage.operation, stage.problem) for stage in region.stages]
+        selected = [(*call, dispatch.decide(*call, platform, options[call[0].name])) for call in calls]
+        text, _ = comparison.RegionComparison(region).kind
+        return replacement_key(selected, text)
+
+    disagreeing = dict[str, str]()
+
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        if refused and (wrong := refused.get(comparison.RegionComparison(region).kind)) is not None:
-            return wrong
+        if refused and (reason := refused.get(key(region))) is not None:
+            return reason
         if not compared:
             return None
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
-        return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
+        wrong = comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
+        if wrong is not None:
+            disagreeing[key(region)] = wrong
+        return wrong
 
-    observe = None if in_place is None else in_place.region
-    return Rewriter(unless, call, check, platform if others else None, last=others, observe=observe).rewrite(jaxpr)
+    observe = None if in_place is None else lambda region: in_place.region(key(region), region)
+    changes_on = platform if others and OTHER_CHANGES not in refused else None
+    rewritten = Rewriter(unless, call, check, changes_on, last=others, observe=observe, key=key).rewrite(jaxpr)
+    return dataclasses.replace(rewritten, refused={**refused, **disagreeing})
+
+
+def replacement_key(selected: Iterable[tuple[Operation[Any], Problem, Decision]], equations: str = "") -> str:
+    """Returns a digest of tuned calls and their schedules. It is the same in other processes.
+
+    Args:
+      selected: The calls, with what is selected for them.
+      equations: What the calls replace, as text; "" for the single equation that the problem describes.
+    """
+    calls = [
+        (operation.name, problem.canonical(), found.kernel.backend, dataclasses.asdict(found.schedule))
+        for operation, problem, found in selected
+    ]
+    return fingerprint.digest((equations, calls))
 
 
 def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:

@@ -15,15 +15,20 @@ from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
 from scheduler.core.status_line import StatusLine
-from scheduler.dispatch.dispatch import Options
+from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
-from scheduler.functions.ablation import Lowered
+from scheduler.functions.ablation import Lowered, Run
 from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
+from scheduler.functions.keeping import Keeping, Version
 from scheduler.functions.noise import with_noise
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
+
+# The policies for a version without some kernels. Products within a region that is left out may have no record: they
+# stay with XLA, too, so nothing is searched for them, and no miss is an error.
+_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "learn": "model", "error": "xla"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Trial:
     """A jitted function and the arguments to try it with.
 
     Attributes:
-      seconds: Maximum time spent on timing. None keeps the tuned version without timing if its results agree.
+      seconds: Maximum time of each timing, of which there are up to three. None keeps the tuned version without timing
+        if its results agree.
       status: Shows what the decision waits for.
     """
 
@@ -118,12 +124,23 @@ class Trial:
         """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
         if (known := stored_decisions.find(key)) is None:
             return None
-        lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform(), compared=False)
+        lowered = self._lowered_without(traced, known.refused)
         if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
             return None
         self.status.step("compiling the tuned version")
         compiled = lowered.lowered.compile() if known.kept == "tuned" else None
-        return self._decision(f"{known.reason} (decided on {known.date})", lowered, compiled, **known.measured)
+        reason = f"{known.reason} (decided on {known.date})"
+        return self._decision(reason, lowered, compiled, groups=known.groups, **known.measured)
+
+    def _lowered_without(self, traced: Any, refused: Mapping[str, str]) -> Lowered:
+        """Lowers the version without the replacements of these keys -> reasons. Nothing is compared or searched."""
+        options = {
+            name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
+            for name, each in self.options.items()
+        }
+        return ablation.lower_with_kernels(
+            traced, options, regions_on=self._platform(), refused=refused, compared=False
+        )
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations in place.
@@ -176,37 +193,41 @@ class Trial:
         def plain() -> Any:
             return self._plain(self.given.copied(donated))
 
-        def tuned() -> Any:
-            return self.given.copied(donated).call(compiled)
+        def calling(version: Any) -> Run:
+            return lambda: self.given.copied(donated).call(version)
+
+        def with_noise(seed: int) -> Any:
+            return noisy(seed, *self.given.leaves)
 
         self.status.step("comparing the results of both versions")
+        everything = Version(lowered, compiled, calling(compiled))
         expected = jax.block_until_ready(plain())
-        if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy(seed, *self.given.leaves)):
+        if wrong := comparison.disagreement(expected, everything.run(), with_noise):
             return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
-        memory = {
+        measured: dict[str, Any] = {
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),
-            "tuned_bytes": decided.peak_bytes(compiled),
+            "tuned_bytes": everything.peak_bytes,
         }
         if self.seconds is None:
-            return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **memory))
-        self.status.step("timing both versions")
-        runs = {"plain": plain, "tuned": tuned}
-        times = interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
-        speed = interleaved.speed_text(times["tuned"], times["plain"])
-        if interleaved.is_faster(times["tuned"], times["plain"]):
-            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **times, **memory))
+            return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
+        time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
+        lower = functools.partial(self._lowered_without, traced)
+        kept = Keeping(plain, with_noise, lower, calling, time, self.status.step).fastest(everything)
+        lowered, compiled = kept.version.lowered, kept.version.compiled
+        measured |= {"plain": kept.plain, "tuned": kept.tuned, "tuned_bytes": kept.version.peak_bytes}
+        measured["groups"] = kept.groups
+        speed = interleaved.speed_text(kept.tuned, kept.plain)
+        if kept.is_faster:
+            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **measured))
         tried = decided.used_text(lowered.replaced, lowered.changes)
         reason = f"{decided.XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
-        return self._stored(key, lowered, self._decision(reason, lowered, **times, **memory))
+        return self._stored(key, lowered, self._decision(reason, lowered, **measured))
 
     def _stored(self, key: str | None, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
         if key is not None:
-            names = ("plain", "tuned", "plain_bytes", "tuned_bytes")
-            measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
-            text = stored_decisions.digest(lowered.lowered.as_text())
-            stored_decisions.put(key, text, decision.kept, decision.reason, measured)
+            stored_decisions.put(key, lowered, decision)
         return decision
 
     def _plain(self, given: Arguments) -> Any:
