@@ -274,7 +274,7 @@ def lower_with_kernels(
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
       refused: The keys of replacements that are not made (`Replaced.keys`, `OTHER_CHANGES`) -> the reason.
-      in_place: Adds a comparison of each tuned call with the equations that it replaces.
+      in_place: Compares each tuned call with the equations that it would replace, which stay.
       compared: Whether regions are compared on random operands first.
 
     Raises:

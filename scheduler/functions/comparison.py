@@ -251,7 +251,7 @@ def region_disagreement(
     found = RegionComparison(region)
     kind = found.kind, key, bool(differentiable)
     if kind not in _checked:
-        wrong = outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
+        wrong = outside_of_traces(lambda: found.with_calls(calls).disagreement() or found.of_gradients(differentiable))
         _checked[kind] = wrong and f"its kernels disagree with its equations: {wrong}"
     return _checked[kind]
 
@@ -263,13 +263,78 @@ def outside_of_traces(run: Callable[[], T]) -> T:
         return outside.submit(run).result()
 
 
+class Comparison:
+    """Compares tuned calls with equations, in one compiled program. The equations in float32 are the reference.
+
+    Args:
+      plain, wide, tuned: The functions, which return lists: the equations, the equations in float32, the calls.
+      operands, results: Their shapes and dtypes.
+      least: From `least_rounding`.
+      special: The kinds of special operands on which the results must agree.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        wide: Callable[..., Any],
+        tuned: Callable[..., Any],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        least: float,
+        special: Sequence[str] = (),
+    ) -> None:
+        self._plain, self._wide, self._tuned = plain, wide, tuned
+        self._operands, self._results, self._least, self._special = operands, results, least, special
+        self._compiled: concurrent.futures.Future[Any] | None = None
+
+    def compile(self, beside: concurrent.futures.Executor) -> None:
+        """Lowers the program now, and compiles it beside."""
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._operands]
+        options = without_autotuning(jax.default_backend())
+        run = jax.jit(
+            lambda *own: _errors_of(self._plain, self._wide, own, self._tuned(*own)), compiler_options=options
+        )
+        self._compiled = beside.submit(run.lower(*structs).compile)
+
+    def on(self, *operands: Any) -> str | None:
+        """Describes how the results for these operands disagree; None if they do not."""
+        return self._verdict(operands, self._least)
+
+    def disagreement(self) -> str | None:
+        """Describes how the results disagree for random or special operands; None if they do not."""
+        for kind in (*DRAWS, *self._special):
+            operands = self._drawn(kind)
+            # By luck, the plain version rounds some special operands exactly.
+            least = self._least if kind in DRAWS else 4 * self._least
+            wrong = self._verdict(operands, least)
+            if wrong and kind not in DRAWS:
+                # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
+                found = _errors_of(self._plain, self._wide, operands, jax.jit(self._tuned)(*operands))
+                wrong = verdict(found, self._results, least) and wrong
+            if wrong:
+                return f"{wrong} ({kind} operands)"
+        return None
+
+    def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
+        if self._compiled is None:
+            with concurrent.futures.ThreadPoolExecutor(1) as beside:
+                self.compile(beside)
+        assert self._compiled is not None
+        return verdict(self._compiled.result()(*operands), self._results, least)
+
+    def _drawn(self, kind: str) -> Sequence[jax.Array]:
+        seed = DRAWS.get(kind, 0)
+        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._operands)]
+        if kind in SCALES:
+            return [_scaled(x, SCALES[kind]) for x in drawn]
+        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
+
+
 class RegionComparison:
     """The equations of a region as functions of its roots.
 
     Attributes:
-      kind: equal for regions with equal equations and problems.
-      results: shapes and dtypes of the region's results.
-      least: from `least_rounding`.
+      kind: Equal for regions with equal equations and problems.
     """
 
     def __init__(self, region: Region) -> None:
@@ -278,8 +343,8 @@ class RegionComparison:
         self._nodes = recognise.equations_between((*region.inputs, *region.results), region.roots)
         text = recognise.program_text(self._nodes, region.roots, region.results)
         self.kind = text, tuple(stage.problem for stage in region.stages)
-        self.results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
-        self.least = least_rounding(stage.problem for stage in region.stages)
+        self._results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
+        self._least = least_rounding(stage.problem for stage in region.stages)
 
     def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
         return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
@@ -301,56 +366,22 @@ class RegionComparison:
 
         return run
 
-    def errors(self, roots: Sequence[Any], tuned: Sequence[Any]) -> jax.Array:
-        """Returns the `errors` of the region's results for these roots."""
-        return _errors_of(self._plain, self._wide, roots, tuned)
-
-    def disagreement(self, calls: Sequence[TunedCall]) -> str | None:
-        kinds = (*DRAWS, *self._special())
-        return self._compared(self._plain, self._wide, self._tuned(calls), self.results, kinds)
+    def with_calls(self, calls: Sequence[TunedCall]) -> Comparison:
+        """Returns the comparison of the region with calls of its stages."""
+        tuned, roots = self._tuned(calls), self._region.roots
+        return Comparison(self._plain, self._wide, tuned, roots, self._results, self._least, self._special())
 
     def of_gradients(self, calls: Sequence[TunedCall]) -> str | None:
+        """Describes how the gradients of the region and of calls disagree; None if they do not, or without calls."""
         if not calls:
             return None
-        by_plain, by_wide, by_tuned = (
-            _gradients_of(f, self.results) for f in (self._plain, self._wide, self._tuned(calls))
-        )
+        plain, wide, tuned = (_gradients_of(f, self._results) for f in (self._plain, self._wide, self._tuned(calls)))
         of = [x for x in self._region.roots if jnp.issubdtype(x.dtype, jnp.inexact)]
         try:
-            wrong = self._compared(by_plain, by_wide, by_tuned, of, tuple(DRAWS))
+            wrong = Comparison(plain, wide, tuned, self._region.roots, of, self._least).disagreement()
         except jax.errors.JaxRuntimeError:  # the gradients of the equations need more memory than the values
             return None
         return None if wrong is None else f"gradients: {wrong}"
-
-    def _compared(
-        self,
-        plain: Callable[..., Any],
-        wide: Callable[..., Any],
-        tuned: Callable[..., Any],
-        results: Sequence[Any],
-        kinds: Sequence[str],
-    ) -> str | None:
-        options = without_autotuning(jax.default_backend())
-        compared = jax.jit(lambda *roots: _errors_of(plain, wide, roots, tuned(*roots)), compiler_options=options)
-        for kind in kinds:
-            roots = self._operands(kind)
-            # By luck, the plain version rounds some special operands exactly.
-            least = self.least if kind in DRAWS else 4 * self.least
-            wrong = verdict(compared(*roots), results, least)
-            if wrong and kind not in DRAWS:
-                # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
-                found = _errors_of(plain, wide, roots, jax.jit(tuned)(*roots))
-                wrong = verdict(found, results, least) and wrong
-            if wrong:
-                return f"{wrong} ({kind} operands)"
-        return None
-
-    def _operands(self, kind: str) -> Sequence[jax.Array]:
-        seed = DRAWS.get(kind, 0)
-        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._region.roots)]
-        if kind in SCALES:
-            return [_scaled(x, SCALES[kind]) for x in drawn]
-        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
 
     def _special(self) -> Sequence[str]:
         """Returns the kinds of special operands on which the results must agree.
@@ -364,6 +395,20 @@ class RegionComparison:
         common = set.intersection(*(set(stage.problem.special()) for stage in self._region.stages))
         infinite = "inf" in common
         return [kind for kind in VALUE_KINDS if kind in common and (infinite or kind != "large")] + [*SCALES] * infinite
+
+
+def of_product(
+    problem: Problem, call: Callable[..., Sequence[Any]], primitive: Any, params: Any, *args: Any
+) -> Comparison:
+    """Returns the comparison of a single equation with a call that takes its arrays."""
+
+    def plain(*own: Any) -> list[Any]:
+        return [primitive.bind(*own, **params)]
+
+    def wide(*own: Any) -> list[Any]:
+        return [primitive.bind(*map(widened, own), **wide_params(params))]
+
+    return Comparison(plain, wide, call, args, jax.eval_shape(plain, *args), least_rounding([problem]))
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -50,7 +50,7 @@ def with_tuned_calls(
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
       refused: the keys of replacements that are not made -> the reason; `OTHER_CHANGES` for the changes.
-      in_place: adds a comparison of each region that is replaced.
+      in_place: compares each region that would be replaced; the equations of these regions stay.
       compared: whether regions are compared on random operands first.
 
     Raises:
@@ -93,7 +93,7 @@ def with_tuned_calls(
             disagreeing[key(region)] = wrong
         return wrong
 
-    observe = None if in_place is None else lambda region: in_place.region(key(region), region)
+    observe = None if in_place is None else lambda region, calls: in_place.region(key(region), region, calls)
     changes_on = platform if others and OTHER_CHANGES not in refused else None
     rewritten = Rewriter(unless, call, check, changes_on, last=others, observe=observe, key=key).rewrite(jaxpr)
     return dataclasses.replace(rewritten, refused={**refused, **disagreeing})

@@ -110,7 +110,7 @@ class Rewriter:
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
       check: ``check(region, calls)`` returns why the calls should not replace the equations of a region, or None.
       platform: for which other equations are changed, too; None leaves them as they are.
-      observe: adds a comparison to each region that is replaced.
+      observe: returns what runs in place of a region and its calls.
       key: returns the key of the replacement of a region.
       last: whether nothing transforms the result: operations with `regions_last` are used, too, and rules of
         derivatives and batching are dropped with the equations that carry them.
@@ -124,7 +124,7 @@ class Rewriter:
         platform: str | None = None,
         *,
         last: bool = False,
-        observe: Callable[[Region], Region] | None = None,
+        observe: Callable[[Region, Sequence[TunedCall]], Region] | None = None,
         key: Callable[[Region], str] = lambda region: "",
     ) -> None:
         self._unless, self._call, self._check, self._observe, self._key = unless, call, check, observe, key
@@ -261,7 +261,7 @@ class Rewriter:
                     for number, stage in enumerate(each.stages):
                         inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)
                         made |= dict.fromkeys(map(id, stage.results), inputs)
-                    yield Replacement(self._observe(each) if self._observe else each, tuned)
+                    yield Replacement(self._observe(each, tuned) if self._observe else each, tuned)
 
     def _candidates(self, operation: Operation[Any], graph: Graph, count: int) -> Sequence[Region | Left]:
         assert operation.regions is not None

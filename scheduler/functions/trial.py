@@ -143,49 +143,45 @@ class Trial:
         )
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
-        """Lowers and compiles the tuned version, without the kernels that disagree with their equations in place.
+        """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
 
         Returns:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
           leaves of the arguments. None stands for versions that are not needed.
         """
-        platform, refused = self._platform(), dict[Any, str]()
+        platform, refused = self._platform(), dict[str, str]()
         options = without_autotuning(jax.default_backend())
-        while True:
-            lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
-            lowered = lower(refused=refused)
-            if not lowered.replaced and not lowered.changes:
-                return lowered, None, None
-            self.status.step("compiling the tuned version")
-            if not compared:
-                return lowered, lowered.lowered.compile(), None
-            in_place = InPlace()
-            observed = lower(refused=refused, in_place=in_place).lowered
-            products = comparison.products_rounding(each.problem for each in lowered.replaced)
-            noisy = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options).lower(0, *self.given.leaves)
-            with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
-                beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
-                compiled, with_noise_compiled = (beside.submit(each.compile) for each in (lowered.lowered, noisy))
-                compared_in_place = beside.submit(observed.compile, compiler_options=options)
-            wrong = self._disagreements(compared_in_place, in_place, traced)
-            if not wrong:
-                return lowered, compiled.result(), with_noise_compiled.result()
-            for reason in wrong.values():
-                self._warn(f"a kernel is not used: {reason}")
-            refused |= wrong
-            self.status.step("selecting kernels")
-
-    def _disagreements(
-        self, observed: concurrent.futures.Future[Any], in_place: InPlace, traced: Any
-    ) -> Mapping[Any, str]:
-        """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
-        try:
-            compiled = observed.result()
-            self.status.step("comparing each kernel with its equations")
-            jax.block_until_ready(self.given.copied(_donated(traced)).call(compiled))
-        except jax.errors.JaxRuntimeError:  # equations in float32 beside the function may need too much memory
-            return {}
-        return in_place.refusals()
+        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
+        if not compared:
+            lowered = lower()
+            return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
+        noisy = None
+        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+            while True:
+                in_place = InPlace()
+                observed = lower(refused=refused, in_place=in_place, compared=False)
+                if not observed.replaced and not observed.changes:
+                    return observed, None, None
+                if noisy is None:
+                    beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
+                    products = comparison.products_rounding(each.problem for each in observed.replaced)
+                    noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
+                    noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
+                observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
+                self.status.step("comparing each kernel with its equations")
+                if wrong := in_place.on_random_operands(beside):
+                    refused |= wrong
+                    continue
+                lowered = lower(refused=refused, compared=False)
+                self.status.step("compiling the tuned version")
+                compiled = beside.submit(lowered.lowered.compile)
+                if in_place:
+                    jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
+                if not (wrong := in_place.refusals()):
+                    return lowered, compiled.result(), noisy.result()
+                for reason in wrong.values():
+                    self._warn(f"a kernel is not used: {reason}")
+                refused |= wrong
 
     def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
         donated = _donated(traced)
