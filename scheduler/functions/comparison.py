@@ -233,6 +233,7 @@ TunedCall = Callable[..., Any]
 DRAWS = {"random": 0, "other random": 1}
 SCALES = {"huge": 2.0**80, "minute": 2.0**-80}
 
+DISAGREE = "its kernels disagree with its equations"
 _checked: dict[Any, str | None] = {}
 
 
@@ -250,9 +251,17 @@ def region_disagreement(
     """
     found = RegionComparison(region)
     kind = found.kind, key, bool(differentiable)
+    return checked(
+        kind,
+        lambda: outside_of_traces(lambda: found.with_calls(calls).disagreement() or found.of_gradients(differentiable)),
+    )
+
+
+def checked(kind: Any, disagreement: Callable[[], str | None]) -> str | None:
+    """Says how kernels disagree with their equations, by a comparison that runs once for each kind; None if not."""
     if kind not in _checked:
-        wrong = outside_of_traces(lambda: found.with_calls(calls).disagreement() or found.of_gradients(differentiable))
-        _checked[kind] = wrong and f"its kernels disagree with its equations: {wrong}"
+        wrong = disagreement()
+        _checked[kind] = wrong and f"{DISAGREE}: {wrong}"
     return _checked[kind]
 
 
@@ -418,7 +427,8 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 def _errors_of(
     plain: Callable[..., Any], wide: Callable[..., Any], roots: Sequence[Any], tuned: Sequence[Any]
 ) -> jax.Array:
-    right = plain(*roots)
+    # Without the barrier, XLA drops roundings whose results are widened at once.
+    tuned, right = lax.optimization_barrier((list(tuned), list(plain(*roots))))
     if all(_unit(x.dtype) for x in right):  # narrow dtypes round more than the operands of their float32 version
         moved_roots = [x if _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(roots)]
     else:

@@ -38,6 +38,7 @@ def _lower(ctx: Any, *args: Any, observe: Callable[..., None]) -> Any:
 mlir.register_lowering(observe_p, _lower)
 
 
+FAILED = "its kernels failed"
 # The key of a replacement, and what else a comparison depends on.
 Kind = tuple[str, str]
 
@@ -104,13 +105,14 @@ class InPlace:
         return self._wrong(lambda kind: self._failed.get(kind) or self._on_random_operands(kind))
 
     def _on_random_operands(self, kind: Kind) -> str | None:
-        if kind not in _agreed:
-            try:
-                wrong = self._comparisons[kind].disagreement()
-            except Exception as error:  # any error of a kernel, compiler or device costs this kernel alone
-                return _failure(error)
-            _agreed[kind] = wrong and f"its kernels disagree with its equations: {wrong}"
-        return _agreed[kind]
+        try:
+            return comparison.checked(kind, self._comparisons[kind].disagreement)
+        except Exception as error:  # any error of a kernel, compiler or device costs this kernel alone
+            return _failure(error)
+
+    def is_unexpected(self, key: str, reason: str) -> bool:
+        """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
+        return reason.startswith(FAILED) or (key, "") not in self._comparisons
 
     def refusals(self) -> Mapping[str, str]:
         """Compares on the operands handed out. Returns the key of each kernel that disagrees -> how."""
@@ -124,7 +126,7 @@ class InPlace:
             except jax.errors.JaxRuntimeError:  # beside the function's arrays, float32 may need too much memory
                 return None
             if wrong:
-                return f"its kernels disagree with its equations: {wrong} (on the function's own values)"
+                return f"{comparison.DISAGREE}: {wrong} (on the function's own values)"
         return None
 
     def _wrong(self, found: Callable[[Kind], str | None]) -> Mapping[str, str]:
@@ -168,8 +170,4 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _failure(error: Exception) -> str:
-    return f"its kernels failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-# Whether kernels agree with their equations on random operands, by their kinds: None, or how they do not.
-_agreed: dict[Kind, str | None] = {}
+    return f"{FAILED}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -170,6 +170,7 @@ class Trial:
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
                 self.status.step("comparing each kernel with its equations")
                 if wrong := in_place.on_random_operands(beside):
+                    self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
                     refused |= wrong
                     continue
                 lowered = lower(refused=refused, compared=False)
@@ -179,8 +180,7 @@ class Trial:
                     jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
                 if not (wrong := in_place.refusals()):
                     return lowered, compiled.result(), noisy.result()
-                for reason in wrong.values():
-                    self._warn(f"a kernel is not used: {reason}")
+                self._warn_of(wrong.values())
                 refused |= wrong
 
     def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
@@ -243,6 +243,10 @@ class Trial:
         reason = f"{decided.XLA_IS_USED}: {reason}"
         self._warn(reason)
         return self._decision(reason, lowered)
+
+    def _warn_of(self, reasons: Iterable[str]) -> None:
+        for reason in reasons:
+            self._warn(f"a kernel is not used: {reason}")
 
     def _warn(self, message: str) -> None:
         self.status.erase()

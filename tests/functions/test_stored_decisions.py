@@ -30,7 +30,7 @@ def work(monkeypatch):
     done = []
     for module, name in (
         (comparison, "disagreement"),
-        (comparison, "region_disagreement"),
+        (comparison, "verdict"),
         (interleaved, "time_interleaved"),
     ):
         run = getattr(module, name)
@@ -50,7 +50,7 @@ def test_another_process_neither_compares_nor_times(work, keep):
     args = [X.reshape(1, 8, 2, 4) + i for i in range(3)]
     first = another_process(attention, keep=keep, seconds=0.1)
     expected = first(*args)
-    assert set(work) == {"disagreement", "region_disagreement"} | ({"time_interleaved"} if keep == "faster" else set())
+    assert set(work) == {"disagreement", "verdict"} | ({"time_interleaved"} if keep == "faster" else set())
     work.clear()
     second = another_process(attention, keep=keep, seconds=0.1)
     np.testing.assert_array_equal(second(*args), expected)
