@@ -14,8 +14,8 @@ import jax
 from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
-from scheduler.dispatch import dispatch, planned
-from scheduler.dispatch.dispatch import ON_A_MESH, Options
+from scheduler.dispatch import planned
+from scheduler.dispatch.dispatch import ON_A_MESH, Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.functions import comparison, equations, interleaved
 from scheduler.functions.in_place import InPlace, observe_p
@@ -24,9 +24,11 @@ from scheduler.functions.noise import with_noise
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
+from scheduler.functions.selection import Partitioned, Selection, by_tuned_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
+from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 Run = functools.partial[Any]  # a compiled function with its arrays
@@ -185,6 +187,7 @@ class Replaced:
     """A kernel that replaces equations.
 
     Attributes:
+      problem: The problem of the call, or of one device's part of it.
       reason: Why this schedule was selected.
       line: The lines of the user's code whose equations it replaces as regions; "" for single equations.
       times: How often one call of the function runs it.
@@ -242,6 +245,7 @@ def lower_with_kernels(
     platforms: tuple[str, ...] | None = None,
     *,
     regions_on: str | None = None,
+    partitioned: Partitioned | None = None,
     refused: Mapping[Any, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
     compared: bool = True,
@@ -256,6 +260,7 @@ def lower_with_kernels(
       platforms: Platforms to lower for. None uses the platform of the arguments.
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
+      partitioned: The problems of one device. None leaves everything that XLA partitions to it.
       refused: Kinds of regions, and problems of single equations, that are left to XLA -> the reason.
       in_place: Adds a comparison of each tuned call with the equations that it replaces.
       compared: Whether regions are compared on random operands first.
@@ -263,6 +268,7 @@ def lower_with_kernels(
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
+    selection, on_one_device = Selection(options, partitioned), Selection(options)
     regions = list[Replaced]()
     products: dict[Replaced, dict[Any, int]] = collections.defaultdict(dict)
     left: collections.Counter[str] = collections.Counter()
@@ -270,7 +276,7 @@ def lower_with_kernels(
     if regions_on is not None:
         rewritten = with_tuned_calls(
             traced.jaxpr,
-            options,
+            selection,
             regions_on,
             others=True,
             refused=refused,
@@ -280,43 +286,33 @@ def lower_with_kernels(
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         changes = rewritten.changes
-        regions = list(_replacements(rewritten, options, regions_on))
+        regions = list(_replacements(rewritten, selection, regions_on))
     primitives = equations.operations_by_primitive().keys()
     around = equations.layouts_around(traced.jaxpr, primitives)
     times = equations.counts(traced.jaxpr, primitives)
 
-    def answer(
-        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
-    ) -> Any:
+    def answer(primitive: Any, platform: str, divided: bool, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         kind = equations.layout_key(primitive, avals, params)
         posed = equations.match(primitive, avals, params, around.get(kind))
-        if isinstance(posed, str) or partitioned:
+        if isinstance(posed, str) or (divided and partitioned is None):
             left[f"{primitive}: {posed if isinstance(posed, str) else ON_A_MESH}"] += 1
             return None
         operation, matched = posed
         problem = matched.problem
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selected = (selection if divided else on_one_device).of(operation, problem, platform)
         except NoCandidate as error:
             left[f"{operation.name}: {error}"] += 1
             return None
-        if found.kernel.library or found.kernel.vendor:
-            by = "" if found.kernel.library else f"{found.kernel.backend} is selected: "
-            left[f"{operation.name}: {by}{found.reason}"] += 1
+        if vendor := next((found for _, found in selected if found.kernel.vendor), None):
+            left[f"{operation.name}: {vendor.kernel.backend} is selected: {vendor.reason}"] += 1
             return None
         if problem in refused:
             left[f"{operation.name}: the kernel of {problem} disagrees with its equation: {refused[problem]}"] += 1
             return None
-        words = schedule_text(dataclasses.asdict(found.schedule))
-        selected = Replaced(operation.name, problem, found.kernel.backend, words, found.reason)
-        products[selected][kind] = times.get(kind, 1)
-
-        def run(*args: Any) -> tuple[Any, ...]:
-            operands = matched.operands(*args)
-            return matched.restore(
-                *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
-            )
-
+        for local, found in selected:
+            products[_replaced(operation, local, found)][kind] = times.get(kind, 1)
+        run = by_tuned_call(operation, matched, options[operation.name])
         if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
             return run
         return functools.partial(in_place.product, problem, run, primitive, params)
@@ -327,10 +323,13 @@ def lower_with_kernels(
     return Lowered(lowered, _grouped(replaced), dict(left), changes)
 
 
-def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
+def _replacements(rewritten: Rewritten, selection: Selection, platform: str) -> Iterator[Replaced]:
     for each in rewritten.replaced:
         for operation, problem in each.calls:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
-            schedule = schedule_text(dataclasses.asdict(found.schedule))
-            backend = found.kernel.backend
-            yield Replaced(operation.name, problem, backend, schedule, found.reason, each.source, each.count)
+            for local, found in selection.of(operation, problem, platform):
+                yield _replaced(operation, local, found, line=each.source, times=each.count)
+
+
+def _replaced(operation: Operation[Any], problem: Problem, found: Decision, **of_region: Any) -> Replaced:
+    schedule = schedule_text(dataclasses.asdict(found.schedule))
+    return Replaced(operation.name, problem, found.kernel.backend, schedule, found.reason, **of_region)

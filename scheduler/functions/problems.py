@@ -40,6 +40,7 @@ from scheduler.functions.equations import (
 )
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import listed_calls
+from scheduler.functions.selection import PARTITIONING_ONLY
 from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
@@ -47,14 +48,6 @@ from search_spaces.problem import Problem
 
 # ------------------------------------------------------------------------------
 # Finds the problems that each device runs when XLA partitions a function over several devices.
-
-# Only the partitioning is needed: no optimization, no autotuning, and no constant folding of arrays that a function
-# without arguments creates.
-_COMPILER: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_gpu_autotune_level": "0",
-    "xla_disable_hlo_passes": "constant_folding",
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,7 +144,7 @@ def partitioned_calls(function: Traced, over: Mesh | AbstractMesh) -> list[Tuned
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*arguments)
 
     try:
-        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=_COMPILER)
+        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=PARTITIONING_ONLY)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
         raise SchedulerError(f"the function cannot be compiled for the mesh {mesh_text(over)}: {message}") from error

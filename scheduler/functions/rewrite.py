@@ -21,6 +21,7 @@ from scheduler.functions import comparison
 from scheduler.functions.comparison import TunedCall
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.rewriting import Found, Rewriter, Rewritten
+from scheduler.functions.selection import Selection
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -29,7 +30,7 @@ from search_spaces.recognise import Region
 
 def with_tuned_calls(
     jaxpr: Any,
-    options: Mapping[str, Options],
+    selection: Selection,
     platform: str,
     *,
     others: bool = False,
@@ -42,7 +43,7 @@ def with_tuned_calls(
     Each kind of region is compared with its equations on this device first.
 
     Args:
-      options: operation name -> options for selecting its kernel.
+      selection: how kernels are selected.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
       refused: kinds of regions that are left alone -> the reason (`InPlace.refusals`).
@@ -55,13 +56,10 @@ def with_tuned_calls(
 
     def unless(operation: Operation[Any], problem: Problem) -> str | None:
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selection.of(operation, problem, platform)
         except NoCandidate as error:
             return f"{operation.name}: {error}"
-        return f"{operation.name}: {found.reason}" if found.kernel.library else None
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
+        return None
 
     def by_xla(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
@@ -75,10 +73,15 @@ def with_tuned_calls(
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
-        return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
+        placed = [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
+        shardings = [tuple(selection.shardings(x.operation, x.problem)) for x in region.stages]
+        key = (platform, *selection.options.values(), *shardings)
+        return comparison.region_disagreement(region, placed, key, differentiable)
 
     observe = None if in_place is None else in_place.region
-    return Rewriter(unless, call, check, platform if others else None, last=others, observe=observe).rewrite(jaxpr)
+    return Rewriter(unless, selection.call, check, platform if others else None, last=others, observe=observe).rewrite(
+        jaxpr
+    )
 
 
 def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:
@@ -147,7 +150,8 @@ class RewrittenFunction:
         if jax_compat.has_explicit_axes([x for x in arrays if isinstance(x, jax.Array)]):
             return self._fn(*args, **kwargs)
         closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        rewritten = with_tuned_calls(closed, self._options(), hardware.target_of(jax.local_devices()[0]).platform)
+        platform = hardware.target_of(jax.local_devices()[0]).platform
+        rewritten = with_tuned_calls(closed, Selection(self._options()), platform)
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)

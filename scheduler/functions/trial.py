@@ -22,6 +22,8 @@ from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.noise import with_noise
+from scheduler.functions.selection import Partitioned
+from search_spaces import jax_compat, lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
@@ -96,17 +98,25 @@ class Trial:
     def lower(self) -> Any:
         """Lowers the version with all kernels (`jax.stages.Lowered`)."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return ablation.lower_with_kernels(traced, self.options, regions_on=self._platform()).lowered
+        return ablation.lower_with_kernels(traced, self.options, **self._where).lowered
 
     def _on_a_cpu_by_default(self) -> bool:
         """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
         named = any(each.backends is not None or each.plan is not None for each in self.options.values())
         return not named and self._devices()[0].platform == CPU.platform
 
-    def _platform(self) -> str | None:
-        """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
-        devices = self._devices()
-        return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
+    @functools.cached_property
+    def _where(self) -> Mapping[str, Any]:
+        """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
+        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
+        where: dict[str, Any] = {"regions_on": hardware.target_of(self._devices()[0]).platform}
+        if lowering_compat.device_count(traced.lower()) == 1:
+            return where
+        # Types on explicit axes have shardings, which replaced equations would have to keep. Processes would have to
+        # agree on the problems of one device.
+        if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
+            return {}
+        return where | {"partitioned": Partitioned(traced, where["regions_on"])}
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
@@ -118,7 +128,7 @@ class Trial:
         """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
         if (known := stored_decisions.find(key)) is None:
             return None
-        lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform(), compared=False)
+        lowered = ablation.lower_with_kernels(traced, self.options, **self._where, compared=False)
         if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
             return None
         self.status.step("compiling the tuned version")
@@ -132,10 +142,10 @@ class Trial:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
           leaves of the arguments. None stands for versions that are not needed.
         """
-        platform, refused = self._platform(), dict[Any, str]()
+        refused = dict[Any, str]()
         options = without_autotuning(jax.default_backend())
         while True:
-            lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
+            lower = functools.partial(ablation.lower_with_kernels, traced, self.options, **self._where)
             lowered = lower(refused=refused)
             if not lowered.replaced and not lowered.changes:
                 return lowered, None, None
