@@ -112,19 +112,28 @@ class Partitioned:
 
     traced: Any
     platform: str
-    _found: dict[bool, Recorders] = dataclasses.field(default_factory=dict)
+    _found: dict[int, Recorders] = dataclasses.field(default_factory=dict)
 
     def queries_of(self, operation: Operation[Any], problem: Problem) -> QueryRecorder | None:
         """Returns the queries of one device for a call with this problem; None if the function makes no such call."""
-        for regions in (True, False):  # if a region stays with XLA, its products are single
-            if regions not in self._found:
-                self._found[regions] = _recorded(self.traced, self.platform, regions)
-            if (found := self._found[regions].get((operation, problem))) is not None:
+        for number, replaces in enumerate(_REPLACED):
+            if number not in self._found:
+                self._found[number] = _recorded(self.traced, self.platform, replaces)
+            if (found := self._found[number].get((operation, problem))) is not None:
                 return found
         return None
 
 
-def _recorded(traced: Any, platform: str, regions: bool) -> Recorders:
+# The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced; if
+# rows stay, the products in them. Each of these programs is compiled only if a call is in none before.
+_REPLACED: tuple[Callable[[Operation[Any]], bool], ...] = (
+    lambda operation: True,
+    lambda operation: operation.regions_last,
+    lambda operation: False,
+)
+
+
+def _recorded(traced: Any, platform: str, replaces: Callable[[Operation[Any]], bool]) -> Recorders:
     recorders: dict[tuple[Operation[Any], Problem], QueryRecorder] = collections.defaultdict(QueryRecorder)
 
     def options(operation: Operation[Any], problem: Problem) -> Options:
@@ -134,7 +143,7 @@ def _recorded(traced: Any, platform: str, regions: bool) -> Recorders:
         return tuned_call(operation, problem, *operands, params=params, options=options(operation, problem))
 
     def unless(operation: Operation[Any], problem: Problem) -> str | None:
-        return None if regions else "products are single"
+        return None if replaces(operation) else "left alone"
 
     rewriter = Rewriter(unless, call, lambda region, calls: None, platform, last=True)
     traced = lowering_compat.with_jaxpr(traced, rewriter.rewrite(traced.jaxpr).jaxpr)

@@ -19,6 +19,7 @@ from scheduler.dispatch.dispatch import Options
 from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
 from scheduler.functions.ablation import Lowered
 from scheduler.functions.call_arguments import Arguments
+from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.noise import with_noise
@@ -198,6 +199,11 @@ class Trial:
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),
             "tuned_bytes": decided.peak_bytes(compiled),
         }
+        if "partitioned" in self._where:
+            memory |= {
+                "plain_exchanged": exchanged_bytes(traced.lower().compile()),
+                "tuned_exchanged": exchanged_bytes(compiled),
+            }
         if self.seconds is None:
             return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **memory))
         self.status.step("timing both versions")
@@ -213,7 +219,7 @@ class Trial:
     def _stored(self, key: str | None, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
         if key is not None:
-            names = ("plain", "tuned", "plain_bytes", "tuned_bytes")
+            names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
             measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
             text = stored_decisions.digest(lowered.lowered.as_text())
             stored_decisions.put(key, text, decision.kept, decision.reason, measured)
@@ -229,8 +235,9 @@ class Trial:
 
     def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
         used = decided.used_text(lowered.replaced, lowered.changes)
-        memory = decided.memory_text(measured.get("plain_bytes"), measured.get("tuned_bytes"))
-        return self._decision(f"uses {used}: {gain}{memory}", lowered, compiled, **measured)
+        for name, what in {"bytes": "memory", "exchanged": "bytes between devices"}.items():
+            gain += decided.share_text(measured.get(f"plain_{name}"), measured.get(f"tuned_{name}"), what)
+        return self._decision(f"uses {used}: {gain}", lowered, compiled, **measured)
 
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
         reason = f"{decided.XLA_IS_USED}: {reason}"

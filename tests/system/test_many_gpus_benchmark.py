@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import hardware
+from scheduler.functions.collectives import collectives
 from scheduler.store.store import shipped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -17,7 +18,7 @@ import many_gpus
 import results_page
 from harness import ROOT
 from job_on_gpus import job_of, limited, shares_of, tune
-from sharded_layers import cases, collectives
+from sharded_layers import cases
 
 pytestmark = pytest.mark.slow
 
