@@ -15,7 +15,7 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
 from scheduler.dispatch import planned
-from scheduler.dispatch.dispatch import ON_A_MESH, Decision, Options
+from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.functions import comparison, equations, interleaved
 from scheduler.functions.in_place import InPlace, observe_p
@@ -37,6 +37,8 @@ MOST_VARIANTS, MOST_ADDED = 12, 4
 # Rounds of the leave-one-out comparison. Many rounds keep the confidence interval of each kernel narrow.
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
+# Why XLA computes an equation that it partitions, if the problems of one device are not searched for.
+NOT_PARTITIONED = "it is on explicit axes of a mesh, or on devices of several processes"
 
 
 class CompiledFunction:
@@ -295,7 +297,7 @@ def lower_with_kernels(
         kind = equations.layout_key(primitive, avals, params)
         posed = equations.match(primitive, avals, params, around.get(kind))
         if isinstance(posed, str) or (divided and partitioned is None):
-            left[f"{primitive}: {posed if isinstance(posed, str) else ON_A_MESH}"] += 1
+            left[f"{primitive}: {posed if isinstance(posed, str) else NOT_PARTITIONED}"] += 1
             return None
         operation, matched = posed
         problem = matched.problem

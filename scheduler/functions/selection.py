@@ -17,7 +17,7 @@ from scheduler.dispatch.primitive import tuned_call, tuned_call_p
 from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions, Shardings
 from scheduler.functions import equations
 from scheduler.functions.rewriting import Rewriter
-from search_spaces import lowering_compat, partitioning_compat
+from search_spaces import jax_compat, lowering_compat, partitioning_compat
 from search_spaces.operation import MatchedEquation, Operation, Params
 from search_spaces.problem import Problem
 
@@ -55,10 +55,7 @@ class Selection:
         options = self.options[operation.name]
         queries = [(operation, problem)]
         if self.partitioned is not None:
-            recorder = self.partitioned.queries_of(operation, problem)
-            queries = [] if recorder is None else list(dict.fromkeys(recorder.queries))
-            if not queries:
-                raise NoCandidate(_why_unknown(recorder))
+            queries = self.partitioned.queries(operation, problem)
             options = dataclasses.replace(options, divided=True)
         found = [(local, dispatch.decide(of, local, platform, options)) for of, local in queries]
         if library := next((decision for _, decision in found if decision.kernel.library), None):
@@ -79,14 +76,8 @@ class Selection:
 
     def shardings(self, operation: Operation[Any], problem: Problem) -> Sequence[Shardings]:
         """Returns how XLA divides the operands of a call over several devices, for each way once."""
-        recorder = None if self.partitioned is None else self.partitioned.queries_of(operation, problem)
+        recorder = None if self.partitioned is None else self.partitioned.recorder(operation, problem)
         return [] if recorder is None else list(dict.fromkeys(recorder.shardings))
-
-
-def _why_unknown(recorder: QueryRecorder | None) -> str:
-    if recorder is None:
-        return "how XLA partitions it is not known"
-    return "; ".join(dict.fromkeys(recorder.not_recorded)) or "XLA removes it"
 
 
 def by_tuned_call(
@@ -114,7 +105,20 @@ class Partitioned:
     platform: str
     _found: dict[int, Recorders] = dataclasses.field(default_factory=dict)
 
-    def queries_of(self, operation: Operation[Any], problem: Problem) -> QueryRecorder | None:
+    def queries(self, operation: Operation[Any], problem: Problem) -> list[tuple[Operation[Any], Problem]]:
+        """Returns what one device computes for calls with this problem, without duplicates.
+
+        Raises:
+          NoCandidate: Such a call is not divided; the message has the reason.
+        """
+        recorder = self.recorder(operation, problem)
+        if recorder is None:
+            raise NoCandidate("how XLA partitions it is not known")
+        if not recorder.queries:
+            raise NoCandidate("; ".join(dict.fromkeys(recorder.not_recorded)) or "XLA removes it")
+        return list(dict.fromkeys(recorder.queries))
+
+    def recorder(self, operation: Operation[Any], problem: Problem) -> QueryRecorder | None:
         """Returns the queries of one device for a call with this problem; None if the function makes no such call."""
         for number, replaces in enumerate(_REPLACED):
             if number not in self._found:
@@ -124,8 +128,19 @@ class Partitioned:
         return None
 
 
-# The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced; if
-# rows stay, the products in them. Each of these programs is compiled only if a call is in none before.
+def where(traced: Any, platform: str) -> Mapping[str, Any]:
+    """Returns where the result of a `jax.jit` trace runs, as arguments of `ablation.lower_with_kernels`."""
+    if lowering_compat.device_count(traced.lower()) == 1:
+        return {"regions_on": platform}
+    # On explicit axes types have shardings, which replaced equations would have to keep. Processes would have to agree
+    # on the problems of one device.
+    if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
+        return {}
+    return {"regions_on": platform, "partitioned": Partitioned(traced, platform)}
+
+
+# The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced;
+# if rows stay, the products in them. Each of these programs is compiled only if a call is in none before.
 _REPLACED: tuple[Callable[[Operation[Any]], bool], ...] = (
     lambda operation: True,
     lambda operation: operation.regions_last,

@@ -16,15 +16,13 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import Options
-from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
+from scheduler.functions import ablation, comparison, decided, interleaved, selection, stored_decisions
 from scheduler.functions.ablation import Lowered
 from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.noise import with_noise
-from scheduler.functions.selection import Partitioned
-from search_spaces import jax_compat, lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
@@ -110,14 +108,7 @@ class Trial:
     def _where(self) -> Mapping[str, Any]:
         """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        where: dict[str, Any] = {"regions_on": hardware.target_of(self._devices()[0]).platform}
-        if lowering_compat.device_count(traced.lower()) == 1:
-            return where
-        # Types on explicit axes have shardings, which replaced equations would have to keep. Processes would have to
-        # agree on the problems of one device.
-        if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
-            return {}
-        return where | {"partitioned": Partitioned(traced, where["regions_on"])}
+        return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]

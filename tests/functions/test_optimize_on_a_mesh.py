@@ -181,5 +181,17 @@ def test_explicit_axes_stay_with_xla_and_that_is_said():
     args = placed(WEIGHTS, mesh=mesh), placed(X, "data", mesh=mesh)
     fast = scheduler.optimize(sgd, **ON_CPU)
     close(fast(*args), sgd(WEIGHTS, X))
-    assert "sharded over the devices of a mesh" in fast.report()
+    assert "explicit axes of a mesh" in fast.report()
     assert fast.decisions[0].kept == "plain"
+
+
+def test_the_problems_to_tune_are_those_of_one_device():
+    found = scheduler.optimize(sgd).problems(placed(WEIGHTS), placed(X, "data"))
+    assert found.mesh == "data=2"
+    assert {str(row.problem): row.count for row in found} == {
+        "m=4 n=32 k=16 dtype=float32": 1,
+        "m=4 n=16 k=32 dtype=float32": 1,
+        "m=4 n=32 k=16 dtype=float32 transpose_b=True": 1,
+        "m=32 n=16 k=4 dtype=float32 transpose_a=True": 1,
+        "m=16 n=32 k=4 dtype=float32 transpose_a=True": 1,
+    }
