@@ -226,7 +226,7 @@ class Trial:
 
     def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
         used = decided.used_text(lowered.replaced, lowered.changes)
-        for name, what in {"bytes": "memory", "exchanged": "bytes between devices"}.items():
+        for name, what in {"bytes": "memory", "exchanged": "traffic between devices"}.items():
             gain += decided.share_text(measured.get(f"plain_{name}"), measured.get(f"tuned_{name}"), what)
         return self._decision(f"uses {used}: {gain}", lowered, compiled, **measured)
 
