@@ -14,8 +14,8 @@ import jax
 from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
-from scheduler.dispatch import dispatch, lowered_kernels, planned
-from scheduler.dispatch.dispatch import ON_A_MESH, Decision, Options
+from scheduler.dispatch import planned
+from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.dispatch.stored import Times
 from scheduler.functions import comparison, equations, interleaved
@@ -25,6 +25,7 @@ from scheduler.functions.noise import with_noise
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import replacement_key, with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
+from scheduler.functions.selection import Partitioned, Selection, by_tuned_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
@@ -39,6 +40,8 @@ MOST_GROUPS, MOST_ADDED = 10, 4
 # Rounds of the leave-one-out comparison. Many rounds keep the confidence interval of each kernel narrow.
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
+# Why XLA computes an equation that it partitions, if the problems of one device are not searched for.
+NOT_PARTITIONED = "it is on explicit axes of a mesh, or on devices of several processes"
 
 
 class CompiledFunction:
@@ -190,6 +193,7 @@ class Replaced:
     """A kernel that replaces equations.
 
     Attributes:
+      problem: The problem of the call, or of one device's part of it.
       reason: Why this schedule was selected.
       line: The lines of the user's code whose equations it replaces as regions; "" for single equations.
       times: How often one call of the function runs it.
@@ -259,6 +263,7 @@ def lower_with_kernels(
     platforms: tuple[str, ...] | None = None,
     *,
     regions_on: str | None = None,
+    partitioned: Partitioned | None = None,
     refused: Mapping[str, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
     compared: bool = True,
@@ -273,6 +278,7 @@ def lower_with_kernels(
       platforms: Platforms to lower for. None uses the platform of the arguments.
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
+      partitioned: The problems of one device. None leaves everything that XLA partitions to it.
       refused: The keys of replacements that are not made (`Replaced.keys`, `OTHER_CHANGES`) -> the reason.
       in_place: Compares each tuned call with the equations that it would replace, which stay.
       compared: Whether regions are compared on random operands first.
@@ -280,6 +286,7 @@ def lower_with_kernels(
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
+    selection, on_one_device = Selection(options, partitioned), Selection(options)
     regions = list[Replaced]()
     products: dict[Replaced, dict[Any, int]] = collections.defaultdict(dict)
     left: collections.Counter[str] = collections.Counter()
@@ -287,7 +294,7 @@ def lower_with_kernels(
     if regions_on is not None:
         rewritten = with_tuned_calls(
             traced.jaxpr,
-            options,
+            selection,
             regions_on,
             others=True,
             refused=refused,
@@ -297,43 +304,36 @@ def lower_with_kernels(
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
         changes, refused = rewritten.changes, rewritten.refused
-        regions = list(_replacements(rewritten, options, regions_on))
+        regions = list(_replacements(rewritten, selection, regions_on))
     primitives = equations.operations_by_primitive().keys()
     around = equations.layouts_around(traced.jaxpr, primitives)
     times = equations.counts(traced.jaxpr, primitives)
 
-    def answer(
-        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
-    ) -> Any:
+    def answer(primitive: Any, platform: str, divided: bool, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         kind = equations.layout_key(primitive, avals, params)
         posed = equations.match(primitive, avals, params, around.get(kind))
-        if isinstance(posed, str) or partitioned:
-            left[f"{primitive}: {posed if isinstance(posed, str) else ON_A_MESH}"] += 1
+        if isinstance(posed, str) or (divided and partitioned is None):
+            left[f"{primitive}: {posed if isinstance(posed, str) else NOT_PARTITIONED}"] += 1
             return None
         operation, matched = posed
         problem = matched.problem
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selected = (selection if divided else on_one_device).of(operation, problem, platform)
         except NoCandidate as error:
             left[f"{operation.name}: {error}"] += 1
             return None
-        if found.kernel.library or found.kernel.vendor:
-            by = "" if found.kernel.library else f"{found.kernel.backend} is selected: "
-            left[f"{operation.name}: {by}{found.reason}"] += 1
+        if vendor := next((found for _, found in selected if found.kernel.vendor), None):
+            left[f"{operation.name}: {vendor.kernel.backend} is selected: {vendor.reason}"] += 1
             return None
-        key = replacement_key([(operation, problem, found)])
+        key = replacement_key([(operation, *each) for each in selected])
         if key in refused:
             left[f"{operation.name}: {problem}: {refused[key]}"] += 1
             return None
-        selected = _replaced(operation, problem, found, key)
-        products[selected][kind] = times.get(kind, 1)
-
-        def run(*args: Any) -> tuple[Any, ...]:
-            operands = matched.operands(*args)
-            return matched.restore(*lowered_kernels.results(found, problem, matched.params, *operands))
-
+        for local, local_found in selected:
+            products[_replaced(operation, local, local_found, key)][kind] = times.get(kind, 1)
         if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
-            return run
+            return by_tuned_call(operation, matched, options[operation.name])
+        run = by_tuned_call(operation, matched, options[operation.name], selection.placed)
         return functools.partial(in_place.product, key, problem, run, primitive, params)
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
@@ -342,13 +342,12 @@ def lower_with_kernels(
     return Lowered(lowered, _grouped(replaced), dict(left), changes, refused)
 
 
-def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
+def _replacements(rewritten: Rewritten, selection: Selection, platform: str) -> Iterator[Replaced]:
     for each in rewritten.replaced:
         for operation, problem in each.calls:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
-            yield dataclasses.replace(
-                _replaced(operation, problem, found, each.key), line=each.source, times=each.count
-            )
+            for local, found in selection.of(operation, problem, platform):
+                replaced = _replaced(operation, local, found, each.key)
+                yield dataclasses.replace(replaced, line=each.source, times=each.count)
 
 
 def _replaced(operation: Operation[Any], problem: Problem, found: Decision, key: str) -> Replaced:

@@ -159,9 +159,9 @@ class Keeping:
         for i, label in enumerate(label for label in tested if label in versions):
             found = AblationResult((i,), interleaved.margin_of(times[ALL], times[label]))
             sizes = everything.peak_bytes, versions[label].peak_bytes
-            verdicts[label] = f"{found}{decided.memory_text(*sizes)}"
+            verdicts[label] = f"{found}{decided.share_text(*sizes, 'memory')}"
             is_tie = found.margin.low <= 0 <= found.margin.high
-            if found.margin.high < 0 or (is_tie and decided.memory_percent(*sizes) <= 0):
+            if found.margin.high < 0 or (is_tie and decided.share_percent(*sizes) <= 0):
                 dropped.append(label)
         preferred = {0: ALL, 1: "".join(dropped)}.get(len(dropped), REST)
         if 1 < len(dropped) < len(tested):

@@ -72,10 +72,11 @@ def optimize(
     (``jax.nn.dot_product_attention(implementation="cudnn")``). They are also replaced in backward passes, scans, remat,
     custom derivatives and batches. Row programs, such as norms, softmaxes, cross-entropies and their backward passes,
     are replaced as a whole, with the elementwise equations around them. An equation is replaced only if a record or the
-    cost model selects a kernel for it. JAX lowers every other equation as usual, with three exceptions on a single
-    device. A scatter that adds one number to each row of zeros, as in the gradient of a cross-entropy, becomes a
-    selection, which XLA fuses. On NVIDIA GPUs, a product with unaligned rows (a vocabulary of 50257) is padded. A
-    backward pass computes activations again rather than reading them.
+    cost model selects a kernel for it. JAX lowers every other equation as usual, with three exceptions. A
+    scatter that adds one number to each row of zeros, as in the gradient of a cross-entropy, becomes a selection, which
+    XLA fuses. On NVIDIA GPUs, a product with unaligned rows (a vocabulary of 50257) is padded. A backward pass computes
+    activations again rather than reading them. If XLA partitions `fn` over the automatic axes of a mesh, kernels are
+    selected for the part of one device.
 
     The first call for each combination of shapes, dtypes, weak types, shardings, static arguments and structure
     compiles both versions and runs both on the arguments. Each kernel is compared with its equations in float32, on the

@@ -22,6 +22,7 @@ from scheduler.functions import comparison
 from scheduler.functions.comparison import TunedCall
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.rewriting import Found, Rewriter, Rewritten
+from scheduler.functions.selection import Selection
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -33,7 +34,7 @@ OTHER_CHANGES = "other changes"
 
 def with_tuned_calls(
     jaxpr: Any,
-    options: Mapping[str, Options],
+    selection: Selection,
     platform: str,
     *,
     others: bool = False,
@@ -46,7 +47,7 @@ def with_tuned_calls(
     Each kind of region is compared with its equations on this device first.
 
     Args:
-      options: operation name -> options for selecting its kernel.
+      selection: how kernels are selected.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
       refused: the keys of replacements that are not made -> the reason; `OTHER_CHANGES` for the changes.
@@ -59,13 +60,10 @@ def with_tuned_calls(
 
     def unless(operation: Operation[Any], problem: Problem) -> str | None:
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selection.of(operation, problem, platform)
         except NoCandidate as error:
             return f"{operation.name}: {error}"
-        return f"{operation.name}: {found.reason}" if found.kernel.library else None
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
+        return None
 
     def by_xla(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
@@ -73,10 +71,13 @@ def with_tuned_calls(
 
     @functools.cache
     def key(region: Region) -> str:
-        calls = [(stage.operation, stage.problem) for stage in region.stages]
-        selected = [(*call, dispatch.decide(*call, platform, options[call[0].name])) for call in calls]
+        calls = [(x.operation, x.problem) for x in region.stages]
+        selected = [(of, *each) for of, problem in calls for each in selection.of(of, problem, platform)]
         text, _ = comparison.RegionComparison(region).kind
         return replacement_key(selected, text)
+
+    def placed(region: Region) -> list[TunedCall]:
+        return [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
 
     disagreeing = dict[str, str]()
 
@@ -88,15 +89,21 @@ def with_tuned_calls(
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
-        wrong = comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
+        shardings = [tuple(selection.shardings(x.operation, x.problem)) for x in region.stages]
+        what = (platform, *selection.options.values(), *shardings)
+        wrong = comparison.region_disagreement(region, placed(region), what, differentiable)
         if wrong is not None:
             disagreeing[key(region)] = wrong
         return wrong
 
-    observe = None if in_place is None else lambda region, calls: in_place.region(key(region), region, calls)
+    def observe(region: Region) -> Region:
+        assert in_place is not None
+        return in_place.region(key(region), region, placed(region))
+
     changes_on = platform if others and OTHER_CHANGES not in refused else None
-    rewritten = Rewriter(unless, call, check, changes_on, last=others, observe=observe, key=key).rewrite(jaxpr)
-    return dataclasses.replace(rewritten, refused={**refused, **disagreeing})
+    observing = None if in_place is None else observe
+    rewriter = Rewriter(unless, selection.call, check, changes_on, last=others, observe=observing, key=key)
+    return dataclasses.replace(rewriter.rewrite(jaxpr), refused={**refused, **disagreeing})
 
 
 def replacement_key(selected: Iterable[tuple[Operation[Any], Problem, Decision]], equations: str = "") -> str:
@@ -179,7 +186,8 @@ class RewrittenFunction:
         if jax_compat.has_explicit_axes([x for x in arrays if isinstance(x, jax.Array)]):
             return self._fn(*args, **kwargs)
         closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        rewritten = with_tuned_calls(closed, self._options(), hardware.target_of(jax.local_devices()[0]).platform)
+        platform = hardware.target_of(jax.local_devices()[0]).platform
+        rewritten = with_tuned_calls(closed, Selection(self._options()), platform)
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)

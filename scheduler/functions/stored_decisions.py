@@ -32,7 +32,8 @@ class Stored:
       refused: The keys of replacements that are not made in this version -> the reason.
       groups: As in `Decided`.
       kept, reason, date: The version that is used, why, and when it was decided.
-      measured: "plain" and "tuned" -> the `Seconds`; "plain_bytes" and "tuned_bytes" -> peak memory.
+      measured: "plain" and "tuned" -> the `Seconds`; "plain_bytes" and "tuned_bytes" -> peak memory;
+        "plain_exchanged" and "tuned_exchanged" -> bytes of collectives.
     """
 
     tuned_text: str
@@ -83,7 +84,7 @@ def find(key: str) -> Stored | None:
 
 def put(key: str, lowered: Lowered, decision: Decided) -> None:
     """Stores a decision about a lowered version. A store that cannot be written is a warning."""
-    names = ("plain", "tuned", "plain_bytes", "tuned_bytes")
+    names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
     measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
     stored = Stored(
         digest(lowered.lowered.as_text()),

@@ -16,9 +16,10 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import OnMiss, Options
-from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
+from scheduler.functions import ablation, comparison, decided, interleaved, selection, stored_decisions
 from scheduler.functions.ablation import Lowered, Run
 from scheduler.functions.call_arguments import Arguments
+from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.keeping import Keeping, Version
@@ -102,17 +103,18 @@ class Trial:
     def lower(self) -> Any:
         """Lowers the version with all kernels (`jax.stages.Lowered`)."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return ablation.lower_with_kernels(traced, self.options, regions_on=self._platform()).lowered
+        return ablation.lower_with_kernels(traced, self.options, **self._where).lowered
 
     def _on_a_cpu_by_default(self) -> bool:
         """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
         named = any(each.backends is not None or each.plan is not None for each in self.options.values())
         return not named and self._devices()[0].platform == CPU.platform
 
-    def _platform(self) -> str | None:
-        """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
-        devices = self._devices()
-        return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
+    @functools.cached_property
+    def _where(self) -> Mapping[str, Any]:
+        """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
+        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
+        return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
@@ -138,9 +140,7 @@ class Trial:
             name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
-        return ablation.lower_with_kernels(
-            traced, options, regions_on=self._platform(), refused=refused, compared=False
-        )
+        return ablation.lower_with_kernels(traced, options, **self._where, refused=refused, compared=False)
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
@@ -149,9 +149,9 @@ class Trial:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
           leaves of the arguments. None stands for versions that are not needed.
         """
-        platform, refused = self._platform(), dict[str, str]()
+        refused = dict[str, str]()
         options = without_autotuning(jax.default_backend())
-        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
+        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, **self._where)
         if not compared:
             lowered = lower()
             return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
@@ -205,6 +205,11 @@ class Trial:
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),
             "tuned_bytes": everything.peak_bytes,
         }
+        if "partitioned" in self._where:
+            measured |= {
+                "plain_exchanged": exchanged_bytes(traced.lower().compile()),
+                "tuned_exchanged": exchanged_bytes(compiled),
+            }
         if self.seconds is None:
             return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
         time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
@@ -236,8 +241,9 @@ class Trial:
 
     def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
         used = decided.used_text(lowered.replaced, lowered.changes)
-        memory = decided.memory_text(measured.get("plain_bytes"), measured.get("tuned_bytes"))
-        return self._decision(f"uses {used}: {gain}{memory}", lowered, compiled, **measured)
+        for name, what in {"bytes": "memory", "exchanged": "traffic between devices"}.items():
+            gain += decided.share_text(measured.get(f"plain_{name}"), measured.get(f"tuned_{name}"), what)
+        return self._decision(f"uses {used}: {gain}", lowered, compiled, **measured)
 
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
         reason = f"{decided.XLA_IS_USED}: {reason}"
