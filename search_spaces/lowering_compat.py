@@ -17,6 +17,7 @@ from jax._src.interpreters import mlir, pxla
 from jax._src.pallas.pallas_call import pallas_call_p
 from jax.experimental import jet
 from jax.extend.core import Primitive
+from jaxlib.mlir import ir
 
 from search_spaces import jax_compat
 
@@ -282,6 +283,30 @@ def scan_inputs(params: Mapping[str, Any]) -> tuple[int, int]:
 def device_count(lowered: Any) -> int:
     """Returns the number of devices, of all processes, over which XLA partitions a lowered function."""
     return int(lowered._lowering.compile_args["num_devices"])
+
+
+def module_bytes(lowered: Any, plain: Any) -> bytes | None:
+    """Returns the program of a lowered function, to be put in place of that of `plain` by `with_module`.
+
+    Returns None if another process could not run it with the arguments of `plain`: it runs on several devices, calls
+    the host, or takes other arguments or constants.
+    """
+    own, other = lowered._lowering, plain._lowering
+    held = ("unordered_effects", "ordered_effects", "host_callbacks", "keepalive")
+    taken, given = ([*map(id, x.const_args), *sorted(x.compile_args["kept_var_idx"])] for x in (own, other))
+    if taken != given or device_count(lowered) > 1 or any(own.compile_args[name] for name in held):
+        return None
+    found = io.BytesIO()
+    own._hlo.operation.write_bytecode(found)
+    return found.getvalue()
+
+
+def with_module(plain: Any, module: bytes) -> Any:
+    """Returns a copy of a lowered function with another program, from `module_bytes`."""
+    lowered, computation = copy.copy(plain), copy.copy(plain._lowering)
+    computation._hlo, computation._executable = ir.Module.parse(module, mlir.make_ir_context()), None
+    lowered._lowering = computation
+    return lowered
 
 
 def with_jaxpr(traced: Any, jaxpr: Any) -> Any:

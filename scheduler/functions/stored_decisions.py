@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import functools
@@ -9,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +20,14 @@ from scheduler.core import hardware
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code
-from scheduler.functions.ablation import Lowered
+from scheduler.dispatch.stored import Times
+from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.decided import Decided
 from scheduler.functions.interleaved import Seconds
+from search_spaces import load, lowering_compat
+
+# Longer programs are not stored: they hold large constants, and are lowered again.
+MOST_BYTES = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,21 +35,21 @@ class Stored:
     """A stored decision.
 
     Attributes:
-      tuned_text: Digest of the lowered version with kernels. It differs for other kernels or schedules.
-      refused: The keys of replacements that are not made in this version -> the reason.
-      groups: As in `Decided`.
       kept, reason, date: The version that is used, why, and when it was decided.
-      measured: "plain" and "tuned" -> the `Seconds`; "plain_bytes" and "tuned_bytes" -> peak memory;
-        "plain_exchanged" and "tuned_exchanged" -> bytes of collectives.
+      module: The program of the tuned version as base64 of compressed bytes; "" if it must be lowered again.
+      refused: The keys of replacements that are not made in this version -> the reason.
+      shown: As in `Decided`: "replaced", "left", "changes", "groups" and what was measured.
     """
 
-    tuned_text: str
-    refused: Mapping[str, str]
-    groups: tuple[str, ...]
     kept: str
     reason: str
     date: str
-    measured: Mapping[str, Any]
+    module: str
+    refused: Mapping[str, str]
+    shown: Mapping[str, Any]
+
+    def program(self) -> bytes:
+        return zlib.decompress(base64.b64decode(self.module))
 
 
 def digest(*texts: str) -> str:
@@ -68,7 +75,8 @@ def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Devic
         selected.append((each.on_miss, sorted(each.backends or ()), each.target, each.loss_per_gain))
     chips = [hardware.detect(device).id for device in devices]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    return digest(lowered.as_text(), repr((selected, chips, flags, others)), _code())
+    records = dispatch.user_cache().ask(lambda store: store.state())  # of which the kernels are selected
+    return digest(lowered.as_text(), repr((selected, chips, flags, records, others)), _code())
 
 
 def find(key: str) -> Stored | None:
@@ -76,26 +84,53 @@ def find(key: str) -> Stored | None:
     text = dispatch.user_cache().decision(key)
     try:
         found = Stored(**json.loads(text or ""))
-        times = {name: Seconds(tuple(found.measured[name])) for name in ("plain", "tuned") if found.measured.get(name)}
-        return dataclasses.replace(found, groups=tuple(found.groups), measured={**found.measured, **times})
-    except (TypeError, ValueError):
+        shown = dict(found.shown)
+        shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
+        shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
+        shown["replaced"] = tuple(map(_replaced, shown["replaced"]))
+        return dataclasses.replace(found, shown=shown)
+    except (KeyError, TypeError, ValueError):
         return None
 
 
-def put(key: str, lowered: Lowered, decision: Decided) -> None:
-    """Stores a decision about a lowered version. A store that cannot be written is a warning."""
+def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
+    """Stores a decision about a lowered version. A store that cannot be written is a warning.
+
+    Nothing is stored about kernels from elsewhere, whose code the key does not contain.
+    """
+    kernels = [load(each.operation).kernel(each.backend) for each in lowered.replaced]
+    if any(not type(kernel).__module__.startswith("search_spaces.") for kernel in kernels):
+        return
+    module = lowering_compat.module_bytes(lowered.lowered, plain) if decision.kept == "tuned" else None
+    if module is not None and len(module) > MOST_BYTES:
+        module = None
     names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
-    measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
+    shown = {name: getattr(decision, name) for name in (*names, "left", "changes", "groups")}
+    shown |= {name: x.samples_s for name, x in shown.items() if isinstance(x, Seconds)}
     stored = Stored(
-        digest(lowered.lowered.as_text()),
-        lowered.refused,
-        decision.groups,
         decision.kept,
         decision.reason,
         datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        {name: x.samples_s if isinstance(x, Seconds) else x for name, x in measured.items()},
+        base64.b64encode(zlib.compress(module, 1)).decode() if module else "",
+        lowered.refused,
+        shown | {"replaced": [_replaced_fields(each) for each in decision.replaced]},
     )
     dispatch.user_cache().put_decision(key, json.dumps(dataclasses.asdict(stored)))
+
+
+_TEXTS = ("operation", "backend", "schedule", "reason", "line", "times", "keys")
+
+
+def _replaced_fields(replaced: Replaced) -> dict[str, Any]:
+    own = {name: getattr(replaced, name) for name in _TEXTS}
+    alone = replaced.alone and [replaced.alone.kernel_s, replaced.alone.library_s]
+    return {**own, "problem": replaced.problem.canonical(), "alone": alone}
+
+
+def _replaced(fields: Mapping[str, Any]) -> Replaced:
+    problem = load(fields["operation"]).problem.from_canonical(fields["problem"])
+    own = {**fields, "keys": tuple(fields["keys"]), "problem": problem}
+    return Replaced(**{**own, "alone": fields["alone"] and Times(*fields["alone"])})
 
 
 @functools.cache

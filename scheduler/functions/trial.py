@@ -24,6 +24,7 @@ from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.keeping import Keeping, Version
 from scheduler.functions.noise import with_noise
+from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
@@ -123,16 +124,17 @@ class Trial:
         return stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
 
     def _recalled(self, key: str, traced: Any) -> Decided | None:
-        """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
+        """Returns the decision of an earlier process, for which only the version that is used is compiled."""
         if (known := stored_decisions.find(key)) is None:
             return None
-        lowered = self._lowered_without(traced, known.refused)
-        if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
-            return None
-        self.status.step("compiling the tuned version")
-        compiled = lowered.lowered.compile() if known.kept == "tuned" else None
+        self.status.step("compiling the version that is used")
+        compiled = None
+        if known.kept == "tuned" and known.module:
+            compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
+        elif known.kept == "tuned":
+            compiled = self._lowered_without(traced, known.refused).lowered.compile()
         reason = f"{known.reason} (decided on {known.date})"
-        return self._decision(reason, lowered, compiled, groups=known.groups, **known.measured)
+        return Decided(self.function, self.given.text(), compiled, reason, **known.shown)
 
     def _lowered_without(self, traced: Any, refused: Mapping[str, str]) -> Lowered:
         """Lowers the version without the replacements of these keys -> reasons. Nothing is compared or searched."""
@@ -211,7 +213,7 @@ class Trial:
                 "tuned_exchanged": exchanged_bytes(compiled),
             }
         if self.seconds is None:
-            return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
+            return self._stored(key, traced, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
         time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
         lower = functools.partial(self._lowered_without, traced)
         kept = Keeping(plain, with_noise, lower, calling, time, self.status.step).fastest(everything)
@@ -220,15 +222,15 @@ class Trial:
         measured["groups"] = kept.groups
         speed = interleaved.speed_text(kept.tuned, kept.plain)
         if kept.is_faster:
-            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **measured))
+            return self._stored(key, traced, lowered, self._uses(speed, lowered, compiled, **measured))
         tried = decided.used_text(lowered.replaced, lowered.changes)
         reason = f"{decided.XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
-        return self._stored(key, lowered, self._decision(reason, lowered, **measured))
+        return self._stored(key, traced, lowered, self._decision(reason, lowered, **measured))
 
-    def _stored(self, key: str | None, lowered: Lowered, decision: Decided) -> Decided:
+    def _stored(self, key: str | None, traced: Any, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
         if key is not None:
-            stored_decisions.put(key, lowered, decision)
+            stored_decisions.put(key, lowered, traced.lower(), decision)
         return decision
 
     def _plain(self, given: Arguments) -> Any:

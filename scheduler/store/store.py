@@ -32,6 +32,7 @@ from scheduler.store.schema import (
     KEY,
     LEASES,
     MIGRATIONS,
+    RANGES,
     SCHEDULES,
 )
 from scheduler.store.studies import Described, Studies
@@ -393,6 +394,21 @@ class Store:
             except ValueError as error:
                 queries.warn_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
+
+    def state(self) -> str:
+        """Returns a text that changes if records, ranges or constants are added, replaced or removed.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        sums = (
+            (SCHEDULES, sa.func.sum(SCHEDULES.c.median_s)),
+            (RANGES, sa.func.sum(sa.func.length(RANGES.c.range))),
+            (CONSTANTS, sa.func.sum(sa.func.length(CONSTANTS.c.calibration))),
+        )
+        columns: list[tuple[Any, list[Any]]] = [(of, [sa.func.count(), x]) for of, x in sums]
+        asked = [sa.select(*counted).select_from(of) for of, counted in columns]
+        return repr([tuple(row) for query in asked for row in self._database.select(query) if row[0]])
 
     def put_decision(self, key: str, decision: str) -> None:
         """Stores a decision of `optimize` as text, replacing the one with the same key.

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from values import record
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import comparison, interleaved, stored_decisions
+from scheduler.functions import ablation, comparison, interleaved, stored_decisions
 from scheduler.functions.stored_decisions import key_of
 from search_spaces import load
 
@@ -78,15 +79,21 @@ def test_other_shapes_options_and_functions_are_decided(work):
         assert work
 
 
-def test_a_kernel_that_computes_something_else_is_compared(work, monkeypatch):
+def test_another_process_lowers_and_selects_nothing(work, monkeypatch):
+    first = another_process(lambda x: jax.nn.softmax(x @ x), keep="tuned")
+    expected = first(X)
+    monkeypatch.setattr(ablation, "lower_with_kernels", None)
+    second = another_process(lambda x: jax.nn.softmax(x @ x), keep="tuned")
+    np.testing.assert_array_equal(second(X), expected)
+    assert second.decisions[0].replaced == first.decisions[0].replaced != ()
+
+
+def test_a_changed_store_is_asked_again(work):
     another_process(lambda x: x @ x, keep="tuned")(X)
-    kernel = type(load("matmul").kernel("interpret"))
-    run = kernel.run
-    monkeypatch.setattr(kernel, "run", lambda *args, **how: run(*args, **how) * 1.5)
+    dispatch.user_cache().put(record())
     work.clear()
-    jax.clear_caches()
-    with pytest.warns(RuntimeWarning, match="a kernel is not used"):
-        another_process(lambda x: x @ x, keep="tuned")(X)
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    assert work
 
 
 def test_another_process_drops_the_same_group_of_kernels(work, monkeypatch):
