@@ -32,7 +32,7 @@ STEP = "linen_adamw"
 
 def optimized(fn: Callable[..., Any], small: bool) -> Any:
     """Returns `scheduler.optimize(fn)`; in a rehearsal on a CPU, with interpreted kernels."""
-    return scheduler.optimize(fn, backends="interpret", seconds=0.1) if small else scheduler.optimize(fn)
+    return scheduler.optimize(fn, backends="interpret", keep="tuned") if small else scheduler.optimize(fn)
 
 
 def host_time(ours: Callable[[], Any], direct: Callable[[], Any], turns: int, calls: int) -> dict[str, Any]:

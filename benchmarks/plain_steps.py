@@ -318,8 +318,7 @@ def _cached(s: Shape, cache: Cache, weights: Weights, tokens: Array, start: Arra
 
 def _inference(batch: int, tokens: int, length: int, small: bool) -> Built:
     """A Llama that has a donated cache of `length` tokens: reads a prompt, or decodes one token in the cache's half."""
-    s = sized(dataclasses.replace(LLAMA_3, vocabulary=32000), small)
-    s = dataclasses.replace(s, batch=min(batch, 4) if small else batch)
+    s = dataclasses.replace(sized(dataclasses.replace(LLAMA_3, vocabulary=32000), small), batch=batch)
     tokens, length = (min(tokens, 64), 128) if small else (tokens, length)
 
     def arguments() -> tuple[Any, ...]:
