@@ -365,10 +365,10 @@ def _nucleus(small: bool) -> Built:
     rows, vocabulary = (2, 64) if small else (64, 32000)
 
     def nucleus(probabilities: Array) -> Array:
-        ordered = -jnp.sort(-probabilities, axis=-1)
+        order = jnp.argsort(-probabilities, axis=-1)
+        ordered = jnp.take_along_axis(probabilities, order, -1)
         within = jnp.cumsum(ordered, axis=-1) - ordered < 0.9
-        least = jnp.min(ordered, axis=-1, keepdims=True, where=within, initial=1.0)
-        return jnp.where(probabilities >= least, probabilities, 0)
+        return jnp.where(jnp.take_along_axis(within, jnp.argsort(order, axis=-1), -1), probabilities, 0)
 
     drawn = jax.random.exponential(jax.random.key(0), (rows, vocabulary))
     return Built(jax.jit(nucleus), lambda: (drawn / drawn.sum(-1, keepdims=True),))
