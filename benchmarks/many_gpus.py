@@ -9,8 +9,9 @@
 Of layers (layer_models.py) that XLA divides by the shardings of their arguments, the problems of one device are
 extracted and tuned by `tile-scheduler tune --devices all`; then both versions are timed in interleaved rounds of wall
 time under sustained load, by a process that chose nothing (sharded_layers.py). Ratios are the wall time of jnp over
-ours. The job is of problems that are drawn (drawn_problems.py); it is tuned on all GPUs and on the first one alone with
-its share of the host's cores, each time from an empty cache.
+ours. A training step whose batch is divided is timed beside itself under `scheduler.optimize`, without a search. The
+job is of problems that are drawn (drawn_problems.py); it is tuned on all GPUs and on the first one alone with its share
+of the host's cores, each time from an empty cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from harness import RESULTS, ROOT, Kept, environment, write_result
 from job_on_gpus import Ran, job_of, limited, tune, verify, visible
 from rich.console import Console
 from rich.table import Table
-from sharded_layers import Sharded
+from sharded_layers import STEPS, Sharded
 
 from scheduler.core import hardware
 from scheduler.measure.gpu import Gpu, cuda_wanted
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     devices = len(gpus) or options.gpus or DEVICES_OF_CPU
     layers = {one.name: one for one in sharded_layers.cases(devices, options.small)}
     # What is slow the first time, such as reading the packages from disk, is against all GPUs.
-    names = (*layers, JOB_ON_ALL, JOB_ON_ONE)
+    names = (*layers, *STEPS, JOB_ON_ALL, JOB_ON_ONE)
     if unknown := [name for name in only if not any(each.startswith(name) for each in names)]:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(names)}")
 
@@ -90,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         conditions = _conditions(name, devices, gpus, options.small)
         row = kept.get(conditions)
         if not options.report and (name.startswith(only) if only else row is None):
-            made = layers_row(layers[name], gpus, options) if name in layers else job_row(name, gpus, options)
+            if name in STEPS:
+                made = _measured("timed", name, devices, options.small, _environment(gpus, devices))
+            else:
+                made = layers_row(layers[name], gpus, options) if name in layers else job_row(name, gpus, options)
             _print(row := kept.add(made, conditions))
         if row is not None:
             rows[name] = row
@@ -126,31 +130,35 @@ def _conditions(name: str, devices: int, gpus: Sequence[Gpu], small: bool) -> di
 def layers_row(one: Sharded, gpus: Sequence[Gpu], options: argparse.Namespace) -> Row:
     """One line of the result: times as microseconds a layer, and who answered each problem of a device."""
     devices = one.data * one.model
-    made_up = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     cache = options.cache or default_url()
-    cpu = visible([], XLA_FLAGS=made_up, **{CACHE_VARIABLE: cache})
-    extracted = _layers("local", one, options.small, cpu)
+    extracted = _measured(
+        "local", one.name, devices, options.small, _environment([], devices) | {CACHE_VARIABLE: cache}
+    )
     problems = extracted["problems"]
     seconds = 60 * options.minutes
     searches_on_one = -(-len(problems) // max(1, len(gpus)))
     job = limited(extracted["job"], options.budget, PROPOSING * seconds / max(1, searches_on_one))
     ran = tune(job, gpus, cache, seconds)
     print(f"{one.name}: {len(ran.results)} of {len(problems)} problems in {ran.seconds:.0f} s", flush=True)
-    row = _layers(
-        "timed", one, options.small, visible(gpus, **{CACHE_VARIABLE: cache}) if gpus else cpu | {CACHE_VARIABLE: cache}
-    )
+    row = _measured("timed", one.name, devices, options.small, _environment(gpus, devices) | {CACHE_VARIABLE: cache})
     asked = {answer["problem"] for answer in row["answers"]}
     tuning = {"gpus": len(gpus), "budget": options.budget, **_told(ran)}
     return row | {"local_problems": problems, "asked_as_extracted": asked == set(problems), "tuning": tuning}
 
 
-def _layers(what: str, one: Sharded, small: bool, environment: Mapping[str, str]) -> Row:
+def _environment(gpus: Sequence[Gpu], devices: int) -> dict[str, str]:
+    """Of a process that sees these GPUs or, if there are none, so many made-up devices of a CPU."""
+    made_up = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    return visible(gpus) if gpus else visible([], XLA_FLAGS=made_up)
+
+
+def _measured(what: str, name: str, devices: int, small: bool, environment: Mapping[str, str]) -> Row:
     """What a process of sharded_layers.py says, as far as it came.
 
     Raises:
       SystemExit: it failed before it said anything, or took too long.
     """
-    command = [sys.executable, str(LAYERS), what, one.name, str(one.data * one.model), *["--small"] * small]
+    command = [sys.executable, str(LAYERS), what, name, str(devices), *["--small"] * small]
     with tempfile.TemporaryFile("w+") as said:
         try:
             code = subprocess.run(command, env=dict(environment), stdout=said, timeout=LAYERS_S).returncode
@@ -158,7 +166,7 @@ def _layers(what: str, one: Sharded, small: bool, environment: Mapping[str, str]
             code = None
         said.seek(0)
         lines = [json.loads(line) for line in said if line.startswith("{")]
-    why = f"{LAYERS.name} {what} {one.name} " + ("took too long" if code is None else f"ended with {code}")
+    why = f"{LAYERS.name} {what} {name} " + ("took too long" if code is None else f"ended with {code}")
     if not lines:
         raise SystemExit(why)
     row = {name: value for line in lines for name, value in line.items()}
@@ -235,6 +243,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "same_collectives": all(row["same_collectives"] for row in layers) if layers else None,
         "collective_bytes_vs_jnp_worst": max(map(_bytes_vs_jnp, layers), default=None),
         "answered_from_records": all(each["recorded"] for row in layers for each in row["answers"]) if layers else None,
+        **{f"{name}_vs_jnp": of[name]["optimize_vs_jnp"] for name in STEPS if name in of},
         "job_problems": len(one["results"]) if one else None,
         f"job_speedup_{gpus}_gpus": speedup(every, one),
         "seconds_per_problem_1_gpu": one["seconds"] / len(one["results"]) if one else None,
@@ -249,6 +258,10 @@ def _bytes_vs_jnp(row: Mapping[str, Any]) -> float:
 
 
 def _print(row: Row) -> None:
+    if row["case"] in STEPS:
+        print(f"{row['case']}: {row['optimize_vs_jnp']:.3f} ({row['jnp_us']:.1f} us a layer in jnp); {row['reason']}")
+        print(*row["replaced"], sep="\n", flush=True)
+        return
     if "tuned_vs_jnp" not in row:
         busy = ", ".join(f"{share:.0%}" for share in row["busy"])
         print(f"{row['case']}: {len(row['results'])} of {len(row['problems'])} problems", end=" ")

@@ -387,7 +387,8 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
     for name, result in results.items():
         yield from _source(name, result)
         layers = [row for row in result["rows"] if "tuned_vs_jnp" in row]
-        jobs = [row for row in result["rows"] if row not in layers]
+        steps = [row for row in result["rows"] if "optimize_vs_jnp" in row]
+        jobs = [row for row in result["rows"] if "busy" in row]
         if layers:
             yield from table("", "GPUs", "jnp", "tuned calls", "jnp / tuned", "error", "MB, jnp", "MB, tuned", left=2)
         for row in layers:
@@ -397,6 +398,13 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
             mesh = f"{row['mesh']['data']} x {row['mesh']['model']}"
             yield line(row["case"], mesh, *times, *ratios, *(number(size / 1e6, 1) for size in bytes_of))
         yield ""
+        if steps:
+            yield from table("", "GPUs", "jnp, µs a layer", "`optimize`", "jnp / `optimize`", left=1)
+        for row in steps:
+            times = (number(row[f"{of}_us"], 1) for of in ("jnp", "optimize"))
+            yield line(row["case"], str(row["gpus"]), *times, number(row["optimize_vs_jnp"], 3))
+        if steps:
+            yield ""
         if jobs:
             yield from table("GPUs", "problems", "trials of each", "seconds", "busy", "`verify`, s a record", left=0)
         for row in jobs:

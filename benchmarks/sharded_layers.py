@@ -2,6 +2,7 @@
 
     python benchmarks/sharded_layers.py local tensor_parallel_64 4 --small
     python benchmarks/sharded_layers.py timed tensor_parallel_64 4 --small
+    python benchmarks/sharded_layers.py timed data_parallel_step 2 --small  # of `scheduler.optimize`; local has none
 
 Prints JSON, a part of the result each line. It holds the devices while it runs: no search can run beside it.
 """
@@ -9,17 +10,15 @@ Prints JSON, a part of the result each line. It holds the devices while it runs:
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
 import logging
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from harness import told
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,6 +29,7 @@ from whole_functions import Run, distances, kernel_times, wall_times, worst
 import scheduler
 from scheduler.core import hardware
 from scheduler.dispatch import dispatch
+from scheduler.functions.collectives import collectives
 from scheduler.measure.runner import environment
 from search_spaces import load
 
@@ -37,10 +37,6 @@ from search_spaces import load
 AXES = ("data", "model")
 # Of rounds for each version, in a rehearsal.
 SMALL_SECONDS = 0.2
-COLLECTIVE = re.compile(
-    r"= (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-SHAPE = re.compile(r"\b([a-z]+\d+)\w*\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +131,44 @@ def timed(one: Sharded, seconds: float = 0.0) -> Iterator[dict[str, Any]]:
         yield {f"{name}_kernels_us": kernel_times(run, layers)}
 
 
+# A training step of GPT-2 with AdamW, whose batch is divided over the devices -> the spec of parameters.
+STEPS = {"data_parallel_step": P(), "sharded_parameters_step": P("data")}
+
+
+def timed_step(name: str, devices: int, small: bool, seconds: float = 0.0) -> dict[str, Any]:
+    """A row: microseconds a layer in plain JAX and by `scheduler.optimize`, and what that decided."""
+    from models import Shape, training_step, transformer, weights_of
+
+    extents = (1, 2 * devices, 128, 256, 512, 4, 4, 1024) if small else (6, 8 * devices, 1024, 768, 3072, 12, 12, 50304)
+    shape = Shape(*extents)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
+
+    def place(x: Any, spec: P) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, spec if x.ndim and x.shape[0] % devices == 0 else P()))
+
+    step, init = training_step(functools.partial(transformer, shape, causal=True), shape)
+    weights = weights_of(shape, gated=False)
+    weights, state = (jax.tree.map(lambda x: place(x, STEPS[name]), each) for each in (weights, init(weights)))
+    tokens = jax.random.randint(jax.random.key(1), (shape.batch, shape.tokens), 0, shape.vocabulary)
+    args = (weights, state, *(place(x, P("data")) for x in (tokens, jnp.roll(tokens, -1, 1))))
+    plain = jax.jit(step)
+    optimized = scheduler.optimize(step, **({"backends": ("interpret", "xla")} if small else {}))
+    jax.block_until_ready(optimized(*args))
+    (decision,) = optimized.decisions
+    runs = {"jnp": lambda: plain(*args), "optimize": lambda: optimized(*args)}
+    return {
+        "case": name,
+        "gpus": devices,
+        **wall_times(runs, shape.layers, jax.devices()[:devices], seconds),
+        "kept": decision.kept,
+        "reason": decision.reason,
+        "exchanged_bytes": {"jnp": decision.plain_exchanged, "optimize": decision.tuned_exchanged},
+        "replaced": [str(each) for each in decision.replaced],
+        "left": dict(decision.left),
+        "hardware": hardware.detect().id,
+    }
+
+
 class _Asked(logging.Handler):
     """Within, it hears of every problem for which an answer is chosen, as the look-ups tell their logger."""
 
@@ -171,23 +205,6 @@ class _Asked(logging.Handler):
         return found
 
 
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """How many there are of each kind in a compiled program, and the bytes of their results on a device."""
-    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
-    for match in COLLECTIVE.finditer(text):
-        each = found[match["kind"]]
-        each["count"] += 1
-        each["bytes"] += _bytes(match["type"], started=match[3] is not None and match["kind"] != "all-reduce")
-    return dict(found)
-
-
-def _bytes(type_text: str, started: bool) -> int:
-    """Of a result; what is only started returns its operand before it, too."""
-    shapes = [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in SHAPE.findall(type_text)]
-    sizes = [math.prod(extents) * int(re.sub(r"\D", "", kind)) // 8 for kind, extents in shapes]
-    return max(sizes) if started and sizes else sum(sizes)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("local", "timed"))
@@ -196,6 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     of: Mapping[str, Sharded] = {one.name: one for one in cases(options.devices, options.small)}
+    if options.case in STEPS and options.what == "timed":
+        found = timed_step(options.case, options.devices, options.small, SMALL_SECONDS * options.small)
+        print(json.dumps(found), flush=True)
+        return
     if options.case not in of:
         parser.error(f"no case {options.case} on {options.devices} devices; there are {', '.join(of)}")
     one = of[options.case]

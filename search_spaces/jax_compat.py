@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -302,7 +302,17 @@ def key_functions(dtype: Any) -> Any:
 
 def has_explicit_axes(args: Sequence[Any]) -> bool:
     """Returns whether an argument's type names a mesh with explicit axes: its operations must declare a sharding."""
-    return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)
+    return are_explicit(map(jax.typeof, args))
+
+
+def are_explicit(avals: Iterable[Any]) -> bool:
+    """Returns whether one of these types names a mesh with explicit axes."""
+    return any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in avals)
+
+
+def names_sharding(out_sharding: Any) -> bool:
+    """Returns whether this parameter of an equation divides its result: on automatic axes XLA decides that."""
+    return out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
 
 
 def is_partitioned(axis_context: Any) -> bool:

@@ -279,6 +279,11 @@ def scan_inputs(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
+def device_count(lowered: Any) -> int:
+    """Returns the number of devices, of all processes, over which XLA partitions a lowered function."""
+    return int(lowered._lowering.compile_args["num_devices"])
+
+
 def with_jaxpr(traced: Any, jaxpr: Any) -> Any:
     """Returns a copy of the result of a `jax.jit` trace that lowers `jaxpr`, of the same arguments and results."""
     other = copy.copy(traced)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core, sharding_impls, xla_bridge
 from jax._src import mesh as mesh_lib
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
@@ -72,6 +73,14 @@ ShardingTypeError: type[Exception] = core.ShardingTypeError
 def partition_spec(spec: Spec) -> PartitionSpec:
     """Converts a spec to JAX's type."""
     return PartitionSpec(*(axes or None for axes in spec))
+
+
+def shardings(axes: Sequence[tuple[str, int]], specs: Sequence[Spec]) -> list[NamedSharding]:
+    """Returns shardings over the first devices of this process, for a mesh of these axes and extents."""
+    names, extents = zip(*axes, strict=True)
+    devices = np.array(jax.local_devices()[: math.prod(extents)]).reshape(extents)
+    mesh = mesh_lib.Mesh(devices, names)
+    return [NamedSharding(mesh, partition_spec(spec)) for spec in specs]
 
 
 def is_mapped_over_a_mesh() -> bool:

@@ -34,7 +34,7 @@ from scheduler.core.records import Key, Point, Schedule, key_of, point_of, sched
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
-from scheduler.dispatch.stored import evidence, note_miss, say_once, stored
+from scheduler.dispatch.stored import Times, evidence, note_miss, say_once, stored, times_in
 from scheduler.model import constants
 from scheduler.model.pruning import has_fields, illegal
 from scheduler.prediction.transfer import recheck
@@ -88,7 +88,9 @@ class Options:
 class Decision:
     """The selected kernel and schedule, with the reason.
 
-    `missed` is the key of the cache miss, or None if there was none.
+    Attributes:
+      missed: the key of the cache miss; None if there was none.
+      times: by the record or the model; None if neither selected the kernel.
     """
 
     kernel: Kernel[Any, Any]
@@ -96,6 +98,7 @@ class Decision:
     target: Target
     reason: str
     missed: Key | None = None
+    times: Times | None = None
 
 
 def options(
@@ -373,7 +376,8 @@ class _Selection:
         if self.options.on_miss == "learn" and not self.options.target and not several:
             self._learn(hardware, point_of(found.backend, found.schedule))
         key = key_of(self.operation, self.problem, hardware)
-        return self._decision(hardware, found.backend, found.schedule, found.reason, missed=key)
+        times = Times(found.predicted_s, found.library_s)
+        return self._decision(hardware, found.backend, found.schedule, found.reason, times, missed=key)
 
     def _learn(self, hardware: Hardware, selected: Point) -> None:
         from scheduler.dispatch import learning
@@ -412,14 +416,21 @@ class _Selection:
         found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
             raise SchedulerError(f"{self._call_text(hardware)}: tuned, but no schedule can be used: {found}")
-        return self._decision(hardware, found.backend, found.schedule, "measured now")
+        return self._decision(hardware, found.backend, found.schedule, "measured now", times_in(record, found))
 
     def _decision(
-        self, hardware: Hardware, backend: str, schedule: Schedule, reason: str, *, missed: Key | None = None
+        self,
+        hardware: Hardware,
+        backend: str,
+        schedule: Schedule,
+        reason: str,
+        times: Times | None = None,
+        *,
+        missed: Key | None = None,
     ) -> Decision:
         kernel = self.operation.kernel(backend)
         space = kernel.space(self.problem, hardware.target)
-        return Decision(kernel, space.decode(schedule), hardware.target, reason, missed)
+        return Decision(kernel, space.decode(schedule), hardware.target, reason, missed, times)
 
     def _call_text(self, hardware: Hardware) -> str:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from scheduler.core.arguments import backends_of_another, excluded_backends
-from scheduler.dispatch import dispatch, sharded
+from scheduler.dispatch import dispatch, lowered_kernels, sharded
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.query_recorder import RecordingOptions
 from search_spaces import jax_compat, lowering_compat
@@ -171,7 +171,7 @@ def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, pa
     found = dispatch.decide(operation, problem, platform, options)
 
     def run(own_problem: Problem, *own: Any) -> tuple[jax.Array, ...]:
-        return found.kernel.results(own_problem, found.schedule, found.target, *own, **dict(params))
+        return lowered_kernels.results(found, own_problem, dict(params), *own)
 
     split = _split_axes_of(operation, problem, ctx.avals_in)
     answer = functools.partial(run, problem) if split is None else functools.partial(split.at_once, problem, run)

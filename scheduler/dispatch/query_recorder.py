@@ -25,6 +25,10 @@ from scheduler.store.cache import Cache
 from search_spaces.front_end import Shape
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem
+from search_spaces.sharding import Spec
+
+# Names and extents of the axes of a mesh, and the specs of arrays.
+Shardings = tuple[tuple[tuple[str, int], ...], tuple[Spec, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,10 +38,12 @@ class QueryRecorder:
     Attributes:
       queries: the queried problems. For a call that XLA shards over devices, the problems of one device.
       not_recorded: the reasons why no kernel could be selected.
+      shardings: how XLA divides the operands of a call over several devices, for each query.
     """
 
     queries: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
     not_recorded: list[str] = dataclasses.field(default_factory=list)
+    shardings: list[Shardings] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.query_recorder import digest
+from scheduler.dispatch.query_recorder import RecordingOptions, digest
 from search_spaces import partitioning_compat
 from search_spaces.front_end import Shape, split_axes
 from search_spaces.operation import Operation, Params
@@ -76,6 +76,8 @@ def lower_divided_call(
     def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:
         found = divide(sharding, problem, mesh, operands, results)
         logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), sharding_text(found))
+        if isinstance(options, RecordingOptions) and any(map(any, found.operands)):
+            options.recorder.shardings.append((tuple(mesh.items()), found.operands))
         run = functools.partial(compute, found, functools.partial(bind, operation, params, local))
         return Parts(run, found.operands, found.results)
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend import source_info_util
 
 from scheduler.core import arguments, frames
 from scheduler.core.hardware import Hardware
 from scheduler.core.neighbours import Range
-from scheduler.core.records import Key, Miss, Record, Schedule, families_of, key_of, preferred
+from scheduler.core.records import Entry, Key, Miss, Record, Schedule, families_of, key_of, preferred
 from scheduler.prediction.transfer import recheck
 from scheduler.store.cache import Cache
 from search_spaces import OPERATIONS, locate
@@ -31,6 +31,19 @@ logger = logging.getLogger("scheduler")
 _logged: set[str] = set()
 
 
+class Times(NamedTuple):
+    """The times of a selected schedule and of the library, alone, measured or predicted, in seconds."""
+
+    kernel_s: float
+    library_s: float
+
+
+def times_in(record: Record, entry: Entry) -> Times:
+    """Returns the times of an entry of a record. Where the library did not run, nothing is gained."""
+    library = record.library_entry or entry
+    return Times(entry.measurement.median_s, library.measurement.median_s)
+
+
 def stored(
     cache: Cache,
     operation: Operation[Any],
@@ -40,8 +53,8 @@ def stored(
     backends: frozenset[str] | None,
     shared_only: bool,
     estimates: bool = True,
-) -> tuple[str, Schedule, str] | str:
-    """Returns the stored backend and schedule, with their origin.
+) -> tuple[str, Schedule, str, Times] | str:
+    """Returns the stored backend and schedule, with their origin and times.
 
     The lowest `Record.precedence` is used: measured before imported, imported before estimated. At the same precedence,
     the user's record is used before a shipped one, and a record of the problem before a range.
@@ -56,11 +69,11 @@ def stored(
       estimates: whether estimated records may be used if there is no other one.
 
     Returns:
-      Backend, schedule and origin. If nothing stored can be used, the reason, or "" if nothing is stored. The reason is
-      a `Changed` if code was edited.
+      Backend, schedule, origin and times. If nothing stored can be used, the reason, or "" if nothing is stored. The
+      reason is a `Changed` if code was edited.
     """
     call_text, invalid_reason = f"{operation.name} {problem} on {hardware.kind}", ""
-    answers: list[tuple[int, tuple[str, Schedule, str]]] = []
+    answers: list[tuple[int, tuple[str, Schedule, str, Times]]] = []
     for source, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
@@ -68,7 +81,7 @@ def stored(
             invalid_reason = invalid_reason or type(found)(f"the record in {source} is invalid: {found}")
         elif estimates or not record.estimated:
             reason = f"{record.origin.rstrip(',')}, from {source}"
-            answers.append((record.precedence, (found.backend, found.schedule, reason)))
+            answers.append((record.precedence, (found.backend, found.schedule, reason, times_in(record, found))))
             if not record.precedence:
                 return answers[-1][1]
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
@@ -81,7 +94,8 @@ def stored(
         in_range = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
         if isinstance(in_range, RangeAnswer):
             if estimates or not in_range.estimated:
-                answers.append((in_range.precedence, (in_range.backend, in_range.schedule, in_range.reason)))
+                times = Times(in_range.predicted_s, in_range.library_s)
+                answers.append((in_range.precedence, (in_range.backend, in_range.schedule, in_range.reason, times)))
         elif in_range:
             say_once(f"{call_text}: {in_range}")
             invalid_reason = invalid_reason or in_range

@@ -7,34 +7,41 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.plan import Plan
 from scheduler.core.records import schedule_text
-from scheduler.dispatch import dispatch, planned
-from scheduler.dispatch.dispatch import ON_A_MESH, Options
+from scheduler.dispatch import planned
+from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.dispatch.stored import Times
 from scheduler.functions import comparison, equations, interleaved
 from scheduler.functions.in_place import InPlace, observe_p
 from scheduler.functions.interleaved import Seconds
 from scheduler.functions.noise import with_noise
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewrite import with_tuned_calls
+from scheduler.functions.rewrite import replacement_key, with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
+from scheduler.functions.selection import Partitioned, Selection, by_tuned_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
+from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-Run = functools.partial[Any]  # a compiled function with its arrays
-# Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
-MOST_VARIANTS, MOST_ADDED = 12, 4
+Run = Callable[[], Any]  # a compiled function with its arrays
+T = TypeVar("T")
+# Limits of the variants compiled and timed in every round: those that leave out a group, and those that add one tied
+# kernel.
+MOST_GROUPS, MOST_ADDED = 10, 4
 # Rounds of the leave-one-out comparison. Many rounds keep the confidence interval of each kernel narrow.
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
+# Why XLA computes an equation that it partitions, if the problems of one device are not searched for.
+NOT_PARTITIONED = "it is on explicit axes of a mesh, or on devices of several processes"
 
 
 class CompiledFunction:
@@ -85,16 +92,16 @@ class CompiledFunction:
         )
 
 
-def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> list[tuple[int, ...]]:
-    """Groups the kernels to test: each kernel alone, except those whose small gains cannot be resolved by timing.
+def groups(at_stake_s: Mapping[int, float], most: int, least_s: float = 0.0) -> list[tuple[int, ...]]:
+    """Groups the kernels to test: each kernel alone, in descending order, and the rest as the last group.
 
     Args:
-      gains_s: Seconds that each kernel saves per call of the function, from its time alone.
-      step_s: Seconds per call of the function.
-      resolution: Minimum gain of a kernel tested alone, as a share of `step_s`.
+      at_stake_s: Seconds per call of the function that each kernel may change, from times of the kernel alone.
+      most: Maximum number of groups.
+      least_s: Minimum of `at_stake_s` of a kernel tested alone: timing cannot resolve less.
     """
-    ordered = sorted(gains_s, key=lambda i: -gains_s[i])
-    single = [i for i in ordered if gains_s[i] >= resolution * step_s][: MOST_VARIANTS - 3]
+    ordered = sorted(at_stake_s, key=lambda i: -at_stake_s[i])
+    single = [i for i in ordered if at_stake_s[i] >= least_s][: most - 1]
     rest = tuple(ordered[len(single) :])
     return [(i,) for i in single] + ([rest] if rest else [])
 
@@ -117,10 +124,11 @@ class AblationResult:
         return (self.margin.low if self.added else self.margin.middle) > 0
 
     def __str__(self) -> str:
-        middle, low, high = self.margin.middle, self.margin.low, self.margin.high
         others = f" and {len(self.group) - 1} others" if len(self.group) > 1 else ""
-        direction = "slower" if middle > 0 else "faster"
-        return f"the function is {abs(middle):.2%} {direction} without it{others} ({low:+.2%} to {high:+.2%})"
+        direction, sign = ("slower", 1) if self.margin.middle > 0 else ("faster", -1)
+        low, high = sorted((100 * sign * self.margin.low, 100 * sign * self.margin.high))
+        share, interval = 100 * abs(self.margin.middle), f"{low:.1f} to {high:.1f} %"
+        return f"the function is {share:.1f} % {direction} without it{others} (99 % confidence: {interval})"
 
 
 def ablate(
@@ -164,10 +172,10 @@ class Reference:
         return comparison.disagreement(self.expected, actual, self.noisy)
 
 
-def failure(whole: CompiledFunction, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
-    """Returns the function under `plan`, or None and the reason: it fails to run, or its results disagree."""
+def failure(compiled: Callable[[T], Run], variant: T, reference: Reference) -> tuple[Run | None, str]:
+    """Returns ``compiled(variant)``, or None and the reason: it fails to compile or run, or its results disagree."""
     try:
-        run = whole.under(plan)
+        run = compiled(variant)
         actual = jax.block_until_ready(run())
     except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
         message = str(error).partition("\n")[0]
@@ -185,9 +193,12 @@ class Replaced:
     """A kernel that replaces equations.
 
     Attributes:
+      problem: The problem of the call, or of one device's part of it.
       reason: Why this schedule was selected.
       line: The lines of the user's code whose equations it replaces as regions; "" for single equations.
       times: How often one call of the function runs it.
+      keys: Those of its replacements, which leave it out if they are refused (`lower_with_kernels`).
+      alone: The times of this schedule and of XLA alone, per run; None if neither a record nor the model selected it.
     """
 
     operation: str
@@ -197,23 +208,31 @@ class Replaced:
     reason: str
     line: str = ""
     times: int = 1
+    keys: tuple[str, ...] = ()
+    alone: Times | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation, the problem and how often it runs, as text."""
+        return f"{self.operation} {self.problem.brief()}" + (f", {self.times} times" if self.times > 1 else "")
 
     def __str__(self) -> str:
         at = f", for {self.line}" if self.line else ""
-        often = f", {self.times} times," if self.times > 1 else ""
-        return f"{self.operation} {self.problem.brief()}{often} by {self.backend} {self.schedule} ({self.reason}){at}"
+        by = f"{',' if self.times > 1 else ''} by {self.backend} {self.schedule}"
+        return f"{self.name}{by} ({self.reason}){at}"
 
 
 def _grouped(replaced: Iterable[Replaced]) -> tuple[Replaced, ...]:
     """Returns each kernel once, with the lines of all regions that it replaces, and how often it runs in all."""
     groups: dict[Replaced, list[Replaced]] = {}
     for each in replaced:
-        groups.setdefault(dataclasses.replace(each, reason="", line="", times=1), []).append(each)
+        groups.setdefault(dataclasses.replace(each, reason="", line="", times=1, keys=()), []).append(each)
     return tuple(
         dataclasses.replace(
             each[0],
             line=", ".join(dict.fromkeys(one.line for one in each if one.line)),
             times=sum(one.times for one in each),
+            keys=tuple(dict.fromkeys(key for one in each for key in one.keys)),
         )
         for each in groups.values()
     )
@@ -228,12 +247,14 @@ class Lowered:
       replaced: The kernels in it, each once.
       left: What is left to XLA and why, as "operation: reason" -> number of kinds of such equations.
       changes: Other changes, which need no kernel, as text.
+      refused: The keys of replacements that are not made, because they disagree or were refused -> the reason.
     """
 
     lowered: Any
     replaced: tuple[Replaced, ...]
     left: Mapping[str, int]
     changes: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def lower_with_kernels(
@@ -242,7 +263,8 @@ def lower_with_kernels(
     platforms: tuple[str, ...] | None = None,
     *,
     regions_on: str | None = None,
-    refused: Mapping[Any, str] = MappingProxyType({}),
+    partitioned: Partitioned | None = None,
+    refused: Mapping[str, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
     compared: bool = True,
 ) -> Lowered:
@@ -256,13 +278,15 @@ def lower_with_kernels(
       platforms: Platforms to lower for. None uses the platform of the arguments.
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
-      refused: Kinds of regions, and problems of single equations, that are left to XLA -> the reason.
-      in_place: Adds a comparison of each tuned call with the equations that it replaces.
+      partitioned: The problems of one device. None leaves everything that XLA partitions to it.
+      refused: The keys of replacements that are not made (`Replaced.keys`, `OTHER_CHANGES`) -> the reason.
+      in_place: Compares each tuned call with the equations that it would replace, which stay.
       compared: Whether regions are compared on random operands first.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
+    selection, on_one_device = Selection(options, partitioned), Selection(options)
     regions = list[Replaced]()
     products: dict[Replaced, dict[Any, int]] = collections.defaultdict(dict)
     left: collections.Counter[str] = collections.Counter()
@@ -270,7 +294,7 @@ def lower_with_kernels(
     if regions_on is not None:
         rewritten = with_tuned_calls(
             traced.jaxpr,
-            options,
+            selection,
             regions_on,
             others=True,
             refused=refused,
@@ -279,58 +303,53 @@ def lower_with_kernels(
         )
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
-        changes = rewritten.changes
-        regions = list(_replacements(rewritten, options, regions_on))
+        changes, refused = rewritten.changes, rewritten.refused
+        regions = list(_replacements(rewritten, selection, regions_on))
     primitives = equations.operations_by_primitive().keys()
     around = equations.layouts_around(traced.jaxpr, primitives)
     times = equations.counts(traced.jaxpr, primitives)
 
-    def answer(
-        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
-    ) -> Any:
+    def answer(primitive: Any, platform: str, divided: bool, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         kind = equations.layout_key(primitive, avals, params)
         posed = equations.match(primitive, avals, params, around.get(kind))
-        if isinstance(posed, str) or partitioned:
-            left[f"{primitive}: {posed if isinstance(posed, str) else ON_A_MESH}"] += 1
+        if isinstance(posed, str) or (divided and partitioned is None):
+            left[f"{primitive}: {posed if isinstance(posed, str) else NOT_PARTITIONED}"] += 1
             return None
         operation, matched = posed
         problem = matched.problem
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selected = (selection if divided else on_one_device).of(operation, problem, platform)
         except NoCandidate as error:
             left[f"{operation.name}: {error}"] += 1
             return None
-        if found.kernel.library or found.kernel.vendor:
-            by = "" if found.kernel.library else f"{found.kernel.backend} is selected: "
-            left[f"{operation.name}: {by}{found.reason}"] += 1
+        if vendor := next((found for _, found in selected if found.kernel.vendor), None):
+            left[f"{operation.name}: {vendor.kernel.backend} is selected: {vendor.reason}"] += 1
             return None
-        if problem in refused:
-            left[f"{operation.name}: the kernel of {problem} disagrees with its equation: {refused[problem]}"] += 1
+        key = replacement_key([(operation, *each) for each in selected])
+        if key in refused:
+            left[f"{operation.name}: {problem}: {refused[key]}"] += 1
             return None
-        words = schedule_text(dataclasses.asdict(found.schedule))
-        selected = Replaced(operation.name, problem, found.kernel.backend, words, found.reason)
-        products[selected][kind] = times.get(kind, 1)
-
-        def run(*args: Any) -> tuple[Any, ...]:
-            operands = matched.operands(*args)
-            return matched.restore(
-                *found.kernel.results(problem, found.schedule, found.target, *operands, **matched.params)
-            )
-
+        for local, local_found in selected:
+            products[_replaced(operation, local, local_found, key)][kind] = times.get(kind, 1)
         if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
-            return run
-        return functools.partial(in_place.product, problem, run, primitive, params)
+            return by_tuned_call(operation, matched, options[operation.name])
+        run = by_tuned_call(operation, matched, options[operation.name], selection.placed)
+        return functools.partial(in_place.product, key, problem, run, primitive, params)
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}
     lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p, observe_p), platforms=platforms)
     replaced = regions + [dataclasses.replace(x, times=sum(each.values())) for x, each in products.items()]
-    return Lowered(lowered, _grouped(replaced), dict(left), changes)
+    return Lowered(lowered, _grouped(replaced), dict(left), changes, refused)
 
 
-def _replacements(rewritten: Rewritten, options: Mapping[str, Options], platform: str) -> Iterator[Replaced]:
+def _replacements(rewritten: Rewritten, selection: Selection, platform: str) -> Iterator[Replaced]:
     for each in rewritten.replaced:
         for operation, problem in each.calls:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
-            schedule = schedule_text(dataclasses.asdict(found.schedule))
-            backend = found.kernel.backend
-            yield Replaced(operation.name, problem, backend, schedule, found.reason, each.source, each.count)
+            for local, found in selection.of(operation, problem, platform):
+                replaced = _replaced(operation, local, found, each.key)
+                yield dataclasses.replace(replaced, line=each.source, times=each.count)
+
+
+def _replaced(operation: Operation[Any], problem: Problem, found: Decision, key: str) -> Replaced:
+    schedule, backend = schedule_text(dataclasses.asdict(found.schedule)), found.kernel.backend
+    return Replaced(operation.name, problem, backend, schedule, found.reason, keys=(key,), alone=found.times)

@@ -233,13 +233,14 @@ TunedCall = Callable[..., Any]
 DRAWS = {"random": 0, "other random": 1}
 SCALES = {"huge": 2.0**80, "minute": 2.0**-80}
 
+DISAGREE = "its kernels disagree with its equations"
 _checked: dict[Any, str | None] = {}
 
 
 def region_disagreement(
     region: Region, calls: Sequence[TunedCall], key: Any = None, differentiable: Sequence[TunedCall] = ()
 ) -> str | None:
-    """Describes how tuned calls differ from the equations of a region by more than rounding; None if they do not.
+    """Says how tuned calls disagree with the equations of a region by more than rounding; None if they do not.
 
     Both are computed once for each kind of region on this device, for inputs of the same shapes.
 
@@ -250,8 +251,17 @@ def region_disagreement(
     """
     found = RegionComparison(region)
     kind = found.kind, key, bool(differentiable)
+    return checked(
+        kind,
+        lambda: outside_of_traces(lambda: found.with_calls(calls).disagreement() or found.of_gradients(differentiable)),
+    )
+
+
+def checked(kind: Any, disagreement: Callable[[], str | None]) -> str | None:
+    """Says how kernels disagree with their equations, by a comparison that runs once for each kind; None if not."""
     if kind not in _checked:
-        _checked[kind] = outside_of_traces(lambda: found.disagreement(calls) or found.of_gradients(differentiable))
+        wrong = disagreement()
+        _checked[kind] = wrong and f"{DISAGREE}: {wrong}"
     return _checked[kind]
 
 
@@ -262,13 +272,78 @@ def outside_of_traces(run: Callable[[], T]) -> T:
         return outside.submit(run).result()
 
 
+class Comparison:
+    """Compares tuned calls with equations, in one compiled program. The equations in float32 are the reference.
+
+    Args:
+      plain, wide, tuned: The functions, which return lists: the equations, the equations in float32, the calls.
+      operands, results: Their shapes and dtypes.
+      least: From `least_rounding`.
+      special: The kinds of special operands on which the results must agree.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        wide: Callable[..., Any],
+        tuned: Callable[..., Any],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        least: float,
+        special: Sequence[str] = (),
+    ) -> None:
+        self._plain, self._wide, self._tuned = plain, wide, tuned
+        self._operands, self._results, self._least, self._special = operands, results, least, special
+        self._compiled: concurrent.futures.Future[Any] | None = None
+
+    def compile(self, beside: concurrent.futures.Executor) -> None:
+        """Lowers the program now, and compiles it beside."""
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._operands]
+        options = without_autotuning(jax.default_backend())
+        run = jax.jit(
+            lambda *own: _errors_of(self._plain, self._wide, own, self._tuned(*own)), compiler_options=options
+        )
+        self._compiled = beside.submit(run.lower(*structs).compile)
+
+    def on(self, *operands: Any) -> str | None:
+        """Describes how the results for these operands disagree; None if they do not."""
+        return self._verdict(operands, self._least)
+
+    def disagreement(self) -> str | None:
+        """Describes how the results disagree for random or special operands; None if they do not."""
+        for kind in (*DRAWS, *self._special):
+            operands = self._drawn(kind)
+            # By luck, the plain version rounds some special operands exactly.
+            least = self._least if kind in DRAWS else 4 * self._least
+            wrong = self._verdict(operands, least)
+            if wrong and kind not in DRAWS:
+                # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
+                found = _errors_of(self._plain, self._wide, operands, jax.jit(self._tuned)(*operands))
+                wrong = verdict(found, self._results, least) and wrong
+            if wrong:
+                return f"{wrong} ({kind} operands)"
+        return None
+
+    def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
+        if self._compiled is None:
+            with concurrent.futures.ThreadPoolExecutor(1) as beside:
+                self.compile(beside)
+        assert self._compiled is not None
+        return verdict(self._compiled.result()(*operands), self._results, least)
+
+    def _drawn(self, kind: str) -> Sequence[jax.Array]:
+        seed = DRAWS.get(kind, 0)
+        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._operands)]
+        if kind in SCALES:
+            return [_scaled(x, SCALES[kind]) for x in drawn]
+        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
+
+
 class RegionComparison:
     """The equations of a region as functions of its roots.
 
     Attributes:
-      kind: equal for regions with equal equations and problems.
-      results: shapes and dtypes of the region's results.
-      least: from `least_rounding`.
+      kind: Equal for regions with equal equations and problems.
     """
 
     def __init__(self, region: Region) -> None:
@@ -277,8 +352,8 @@ class RegionComparison:
         self._nodes = recognise.equations_between((*region.inputs, *region.results), region.roots)
         text = recognise.program_text(self._nodes, region.roots, region.results)
         self.kind = text, tuple(stage.problem for stage in region.stages)
-        self.results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
-        self.least = least_rounding(stage.problem for stage in region.stages)
+        self._results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
+        self._least = least_rounding(stage.problem for stage in region.stages)
 
     def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
         return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
@@ -300,56 +375,22 @@ class RegionComparison:
 
         return run
 
-    def errors(self, roots: Sequence[Any], tuned: Sequence[Any]) -> jax.Array:
-        """Returns the `errors` of the region's results for these roots."""
-        return _errors_of(self._plain, self._wide, roots, tuned)
-
-    def disagreement(self, calls: Sequence[TunedCall]) -> str | None:
-        kinds = (*DRAWS, *self._special())
-        return self._compared(self._plain, self._wide, self._tuned(calls), self.results, kinds)
+    def with_calls(self, calls: Sequence[TunedCall]) -> Comparison:
+        """Returns the comparison of the region with calls of its stages."""
+        tuned, roots = self._tuned(calls), self._region.roots
+        return Comparison(self._plain, self._wide, tuned, roots, self._results, self._least, self._special())
 
     def of_gradients(self, calls: Sequence[TunedCall]) -> str | None:
+        """Describes how the gradients of the region and of calls disagree; None if they do not, or without calls."""
         if not calls:
             return None
-        by_plain, by_wide, by_tuned = (
-            _gradients_of(f, self.results) for f in (self._plain, self._wide, self._tuned(calls))
-        )
+        plain, wide, tuned = (_gradients_of(f, self._results) for f in (self._plain, self._wide, self._tuned(calls)))
         of = [x for x in self._region.roots if jnp.issubdtype(x.dtype, jnp.inexact)]
         try:
-            wrong = self._compared(by_plain, by_wide, by_tuned, of, tuple(DRAWS))
+            wrong = Comparison(plain, wide, tuned, self._region.roots, of, self._least).disagreement()
         except jax.errors.JaxRuntimeError:  # the gradients of the equations need more memory than the values
             return None
         return None if wrong is None else f"gradients: {wrong}"
-
-    def _compared(
-        self,
-        plain: Callable[..., Any],
-        wide: Callable[..., Any],
-        tuned: Callable[..., Any],
-        results: Sequence[Any],
-        kinds: Sequence[str],
-    ) -> str | None:
-        options = without_autotuning(jax.default_backend())
-        compared = jax.jit(lambda *roots: _errors_of(plain, wide, roots, tuned(*roots)), compiler_options=options)
-        for kind in kinds:
-            roots = self._operands(kind)
-            # By luck, the plain version rounds some special operands exactly.
-            least = self.least if kind in DRAWS else 4 * self.least
-            wrong = verdict(compared(*roots), results, least)
-            if wrong and kind not in DRAWS:
-                # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
-                found = _errors_of(plain, wide, roots, jax.jit(tuned)(*roots))
-                wrong = verdict(found, results, least) and wrong
-            if wrong:
-                return f"{wrong} ({kind} operands)"
-        return None
-
-    def _operands(self, kind: str) -> Sequence[jax.Array]:
-        seed = DRAWS.get(kind, 0)
-        drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._region.roots)]
-        if kind in SCALES:
-            return [_scaled(x, SCALES[kind]) for x in drawn]
-        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
 
     def _special(self) -> Sequence[str]:
         """Returns the kinds of special operands on which the results must agree.
@@ -365,6 +406,20 @@ class RegionComparison:
         return [kind for kind in VALUE_KINDS if kind in common and (infinite or kind != "large")] + [*SCALES] * infinite
 
 
+def of_product(
+    problem: Problem, call: Callable[..., Sequence[Any]], primitive: Any, params: Any, *args: Any
+) -> Comparison:
+    """Returns the comparison of a single equation with a call that takes its arrays."""
+
+    def plain(*own: Any) -> list[Any]:
+        return [primitive.bind(*own, **params)]
+
+    def wide(*own: Any) -> list[Any]:
+        return [primitive.bind(*map(widened, own), **wide_params(params))]
+
+    return Comparison(plain, wide, call, args, jax.eval_shape(plain, *args), least_rounding([problem]))
+
+
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x * jnp.asarray(factor, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
@@ -372,7 +427,8 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 def _errors_of(
     plain: Callable[..., Any], wide: Callable[..., Any], roots: Sequence[Any], tuned: Sequence[Any]
 ) -> jax.Array:
-    right = plain(*roots)
+    # Without the barrier, XLA drops roundings whose results are widened at once.
+    tuned, right = lax.optimization_barrier((list(tuned), list(plain(*roots))))
     if all(_unit(x.dtype) for x in right):  # narrow dtypes round more than the operands of their float32 version
         moved_roots = [x if _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(roots)]
     else:

@@ -34,12 +34,15 @@ class Decided:
       function, arguments: The function's name, and its arguments as text.
       compiled: The tuned version (`jax.stages.Compiled`) if it is kept; None if XLA's version is kept.
       reason: The decision as a sentence: what is used, and what it gains or why.
-      replaced: Kernels of the tuned version, whichever version was kept.
+      replaced: Kernels of the tuned version, whichever version was kept, without those that were dropped.
       left: Why other equations are left to XLA -> number of kinds of such equations.
       changes: Other changes of the tuned version, which need no kernel, as text.
+      groups: Groups of kernels without which the function was timed: how fast it is, and whether the group is kept.
       plain, tuned: Seconds per call, from the same rounds; None if nothing was timed.
       plain_bytes, tuned_bytes: Peak device memory of each version; None if nothing was compared, or if XLA does not
         report it.
+      plain_exchanged, tuned_exchanged: Bytes that collectives of each version return to a device, those in a loop
+        once; None if nothing was compared, or on one device.
     """
 
     function: str
@@ -52,7 +55,10 @@ class Decided:
     tuned: Seconds | None = None
     plain_bytes: int | None = None
     tuned_bytes: int | None = None
+    plain_exchanged: int | None = None
+    tuned_exchanged: int | None = None
     changes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @property
     def kept(self) -> str:
@@ -67,6 +73,10 @@ class Decided:
             lines.append(f"  {_times_text(self.plain, self.tuned, self._tried)}")
         if self.plain_bytes is not None and self.tuned_bytes is not None:
             lines.append(f"  peak memory: {self._tried} {_mib(self.tuned_bytes)}, XLA {_mib(self.plain_bytes)}")
+        lines += [f"  group: {each}" for each in self.groups]
+        if self.plain_exchanged is not None and self.tuned_exchanged is not None:
+            exchanged = f"{self._tried} {_mib(self.tuned_exchanged)}, XLA {_mib(self.plain_exchanged)}"
+            lines.append(f"  between devices: {exchanged}")
         lines += [f"  {used}: {each}" for each in self.replaced]
         lines += [f"  {changed}: {each}" for each in self.changes]
         return "\n".join(lines + [f"  {each}" for each in _left_texts(self.left)])
@@ -88,10 +98,15 @@ def _times_text(plain: Seconds, tuned: Seconds, tried: str) -> str:
     return f"time of a call: {tried} {seconds_text(tuned.median_s)}, XLA {seconds_text(plain.median_s)}; {interval}"
 
 
-def memory_text(plain: int | None, tuned: int | None) -> str:
+def share_text(plain: int | None, tuned: int | None, what: str) -> str:
     """Returns ", 40 % less memory"; "" if the difference is below 1 %, or unknown."""
-    share = round(100 * (tuned / plain - 1)) if plain and tuned else 0
-    return f", {abs(share)} % {'less' if share < 0 else 'more'} memory" if share else ""
+    share = share_percent(plain, tuned)
+    return f", {abs(share)} % {'less' if share < 0 else 'more'} {what}" if share else ""
+
+
+def share_percent(plain: int | None, tuned: int | None) -> int:
+    """Returns how much more the tuned version needs, in percent; 0 if unknown."""
+    return round(100 * (tuned / plain - 1)) if plain and tuned else 0
 
 
 def _left_texts(left: Mapping[str, int]) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from scheduler.functions import comparison
-from scheduler.functions.comparison import RegionComparison
+from scheduler.functions.comparison import Comparison, RegionComparison, TunedCall
 from search_spaces import jax_compat, lowering_compat, recognise
 from search_spaces.problem import Problem
-from search_spaces.recognise import Region
+from search_spaces.recognise import Node, Region, Stage, Value
 
 # Takes the arrays of a comparison, and has no results. `recognise.graph` does not count it among the users of an array,
 # so that a function with comparisons is rewritten as one without.
@@ -28,7 +29,7 @@ observe_p.def_effectful_abstract_eval(lambda *_, **__: ([], {lowering_compat.DEB
 
 def _lower(ctx: Any, *args: Any, observe: Callable[..., None]) -> Any:
     def run(*own: Any) -> tuple[()]:
-        observe(*own)
+        jax.debug.callback(observe, *own)
         return ()
 
     return jax_compat.lower(run, ctx, args)
@@ -37,73 +38,136 @@ def _lower(ctx: Any, *args: Any, observe: Callable[..., None]) -> Any:
 mlir.register_lowering(observe_p, _lower)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+FAILED = "its kernels failed"
+# The key of a replacement, and what else a comparison depends on.
+Kind = tuple[str, str]
+
+
 class InPlace:
-    """The comparisons in one run of a function, by what is compared: the kind of a region, or a single product."""
+    """The comparisons of one version of a function, by the keys of its replacements (`rewrite.replacement_key`).
 
-    _found: dict[Hashable, list[tuple[Sequence[Any], float, Any]]] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(list)
-    )
+    A function that is lowered with these comparisons computes its own equations. It hands out the operands of what
+    would be replaced, at the first, second, fourth and eighth place of each kind, and so on. A kind is a key, and for
+    single equations, whose problem does not name their layout, their parameters.
+    """
 
-    def refusals(self) -> Mapping[Hashable, str]:
-        """Returns what disagrees -> how. Waits until all runs have ended."""
-        jax.effects_barrier()
-        wrong = {
-            key: [text for results, least, each in found if (text := comparison.verdict(each, results, least))]
-            for key, found in self._found.items()
-        }
-        return {key: f"{texts[0]} (on the function's own values)" for key, texts in wrong.items() if texts}
+    def __init__(self) -> None:
+        self._comparisons = dict[Kind, Comparison]()
+        self._failed = dict[Kind, str]()
+        self._operands = collections.defaultdict[Kind, list[list[Any]]](list)
+        self._places, self._runs = collections.Counter[Kind](), collections.Counter[Kind]()
 
-    def region(self, region: Region) -> Region:
-        """Returns the region with its comparison after the last stage.
+    def __bool__(self) -> bool:
+        return bool(self._comparisons)
 
-        The first stage reads the roots of its own results besides its inputs, the last stage reads the others.
-        """
-        found = RegionComparison(region)
-        first, last = region.stages[0], region.stages[-1]
-        of_first = (*first.inputs, *first.results)
-        read = {id(x) for node in recognise.equations_between(of_first, region.roots) for x in node.inputs}
-        read |= set(map(id, of_first))
-        early = [x for x in region.roots if first is last or id(x) in read]
-        late = [x for x in region.roots if x not in early]
-
-        def observe(*args: Any) -> None:
-            count = len(region.roots)
-            self._note(found.kind, found.results, found.least, found.errors(args[:count], args[count:]))
-
-        def run(number: int, call: Any, before: Any, *args: Any) -> Any:
-            stage = region.stages[number]
-            handed_on, roots, results = before or (None, [], [])
-            own = args[len(stage.inputs) :]
-            made, handed_on = stage.run(call, handed_on, *args[: len(stage.inputs)])
-            roots, results = [*roots, *own], [*results, *made]
-            if number == len(region.stages) - 1:
-                by_root = dict(zip(map(id, [*early, *late]), roots, strict=True))
-                observe_p.bind(*(by_root[id(x)] for x in region.roots), *results, observe=observe)
-            return made, (handed_on, roots, results)
-
-        stages = []
-        for number, stage in enumerate(region.stages):
-            more = (*(early if stage is first else ()), *(late if stage is last else ()))
-            stages.append(dataclasses.replace(stage, inputs=(*stage.inputs, *more), run=functools.partial(run, number)))
+    def region(self, key: str, region: Region, calls: Sequence[TunedCall]) -> Region:
+        """Returns the region with stages that compute its own equations. Each reads the roots that it needs first."""
+        kind = key, ""
+        if kind not in self._comparisons:
+            self._comparisons[kind] = RegionComparison(region).with_calls(calls)
+        order, stages = list[Value](), list[Stage]()
+        for stage in region.stages:
+            nodes = recognise.equations_between(stage.results, region.roots)
+            needed = {id(x) for node in nodes for x in node.inputs} | set(map(id, stage.results))
+            last = stage is region.stages[-1]
+            own = tuple(x for x in region.roots if (last or id(x) in needed) and not any(x is each for each in order))
+            order += own
+            observe = self._observer(kind, region.roots) if last else None
+            run = functools.partial(_run_plain, nodes, stage.results, tuple(order), observe)
+            stages.append(dataclasses.replace(stage, inputs=own, run=run))
         return dataclasses.replace(region, stages=tuple(stages))
 
     def product(
         self,
+        key: str,
         problem: Problem,
-        run: Callable[..., tuple[Any, ...]],
+        call: Callable[..., Sequence[Any]],
         primitive: Any,
         params: Mapping[str, Any],
         *args: Any,
     ) -> tuple[Any, ...]:
-        """Returns ``run(*args)``, compared with the result of an equation that is lowered by JAX's rule."""
-        (found,) = run(*args)
-        plain = primitive.bind(*args, **params)
-        wide = primitive.bind(*map(comparison.widened, args), **comparison.wide_params(params))
-        least = comparison.least_rounding([problem])
-        self._note(problem, [plain], least, comparison.errors([found], [plain], [wide], [plain]))
-        return (found,)
+        """Returns the result of an equation, with the comparison of a call that takes its arrays."""
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+        kind = key, f"{params} {structs}"
+        if kind not in self._comparisons:
+            self._comparisons[kind] = comparison.of_product(problem, call, primitive, params, *structs)
+        if self._is_observed(kind):
+            jax.debug.callback(functools.partial(self._note, kind), *args)
+        return (primitive.bind(*args, **params),)
 
-    def _note(self, key: Hashable, results: Sequence[Any], least: float, errors: jax.Array) -> None:
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-        jax.debug.callback(lambda found: self._found[key].append((structs, least, np.asarray(found))), errors)
+    def on_random_operands(self, beside: concurrent.futures.Executor) -> Mapping[str, str]:
+        """Compares on random and special operands. Returns the key of each kernel that disagrees or fails -> how."""
+        for kind, each in self._comparisons.items():
+            try:
+                each.compile(beside)
+            except Exception as error:  # any error of a kernel costs this kernel alone
+                self._failed[kind] = _failure(error)
+        return self._wrong(lambda kind: self._failed.get(kind) or self._on_random_operands(kind))
+
+    def _on_random_operands(self, kind: Kind) -> str | None:
+        try:
+            return comparison.checked(kind, self._comparisons[kind].disagreement)
+        except Exception as error:  # any error of a kernel, compiler or device costs this kernel alone
+            return _failure(error)
+
+    def is_unexpected(self, key: str, reason: str) -> bool:
+        """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
+        return reason.startswith(FAILED) or (key, "") not in self._comparisons
+
+    def refusals(self) -> Mapping[str, str]:
+        """Compares on the operands handed out. Returns the key of each kernel that disagrees -> how."""
+        jax.effects_barrier()
+        return self._wrong(self._on_own_operands)
+
+    def _on_own_operands(self, kind: Kind) -> str | None:
+        for operands in self._operands[kind]:
+            try:
+                wrong = self._comparisons[kind].on(*operands)
+            except jax.errors.JaxRuntimeError:  # beside the function's arrays, float32 may need too much memory
+                return None
+            if wrong:
+                return f"{comparison.DISAGREE}: {wrong} (on the function's own values)"
+        return None
+
+    def _wrong(self, found: Callable[[Kind], str | None]) -> Mapping[str, str]:
+        return {kind[0]: text for kind in self._comparisons if (text := found(kind))}
+
+    def _observer(self, kind: Kind, roots: Sequence[Value]) -> Callable[[Mapping[int, Any]], None] | None:
+        if not self._is_observed(kind):
+            return None
+        note = functools.partial(self._note, kind)
+        return lambda given: observe_p.bind(*(given[id(x)] for x in roots), observe=note)
+
+    def _is_observed(self, kind: Kind) -> bool:
+        self._places[kind] += 1
+        return _is_power_of_two(self._places[kind])
+
+    def _note(self, kind: Kind, *operands: Any) -> None:
+        self._runs[kind] += 1
+        if _is_power_of_two(self._runs[kind]):
+            self._operands[kind].append([np.asarray(x) for x in operands])
+
+
+def _run_plain(
+    nodes: Sequence[Node],
+    results: Sequence[Value],
+    order: Sequence[Value],
+    observe: Callable[[Mapping[int, Any]], None] | None,
+    call: Any,
+    before: Sequence[Any] | None,
+    *args: Any,
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Runs a stage by its equations, and hands on the roots."""
+    roots = [*(before or ()), *args]
+    given = dict(zip(map(id, order), roots, strict=True))
+    if observe is not None:
+        observe(given)
+    return tuple(recognise.evaluate(nodes, given, results)), roots
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _failure(error: Exception) -> str:
+    return f"{FAILED}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

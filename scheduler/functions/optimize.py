@@ -72,19 +72,23 @@ def optimize(
     (``jax.nn.dot_product_attention(implementation="cudnn")``). They are also replaced in backward passes, scans, remat,
     custom derivatives and batches. Row programs, such as norms, softmaxes, cross-entropies and their backward passes,
     are replaced as a whole, with the elementwise equations around them. An equation is replaced only if a record or the
-    cost model selects a kernel for it. JAX lowers every other equation as usual, with three exceptions on a single
-    device. A scatter that adds one number to each row of zeros, as in the gradient of a cross-entropy, becomes a
-    selection, which XLA fuses. On NVIDIA GPUs, a product with unaligned rows (a vocabulary of 50257) is padded. A
-    backward pass computes activations again rather than reading them.
+    cost model selects a kernel for it. JAX lowers every other equation as usual, with three exceptions. A
+    scatter that adds one number to each row of zeros, as in the gradient of a cross-entropy, becomes a selection, which
+    XLA fuses. On NVIDIA GPUs, a product with unaligned rows (a vocabulary of 50257) is padded. A backward pass computes
+    activations again rather than reading them. If XLA partitions `fn` over the automatic axes of a mesh, kernels are
+    selected for the part of one device.
 
     The first call for each combination of shapes, dtypes, weak types, shardings, static arguments and structure
     compiles both versions and runs both on the arguments. Each kernel is compared with its equations in float32, on the
     function's own values, and left out if it disagrees. The results of both versions may differ by 3 times the change
     that rounding noise makes. Both are timed in interleaved rounds for up to `seconds`. The tuned version is kept if
-    its results agree and it is faster with 99 % confidence. If no equation is replaced, or if `fn` has side effects,
-    XLA's version is used and nothing is timed. A job of several processes also skips timing: it uses a plan
-    (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and their reasons. The
-    cache stores decisions, and later processes use those of the same function, arguments, kernels, chip and versions.
+    its results agree and it is faster with 99 % confidence. If it gains less than 90 % of what its kernels save alone,
+    by records or the cost model, up to five versions with fewer kernels are compiled, compared and timed, too. Kernels
+    without which the function is no slower are left out, and the fastest version is kept. If no equation is replaced,
+    or if `fn` has side effects, XLA's version is used and nothing is timed. A job of several processes also skips
+    timing: it uses a plan (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and
+    their reasons. The cache stores decisions, and later processes use those of the same function, arguments, kernels,
+    chip and versions.
 
     Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
     optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and
@@ -98,7 +102,8 @@ def optimize(
       on_miss, backends: As in `scheduler.tuned_matmul`, for each matmul and attention call. Calls that no allowed
         kernel can compute are not replaced.
       keep: "tuned" keeps the tuned version whenever its results agree, without timing.
-      seconds: Maximum time spent on timing. A minimum number of rounds may take longer.
+      seconds: Maximum time of one timing. A minimum number of rounds may take longer. There are up to three timings: of
+        both versions, of versions without groups of kernels, and of the version that is left.
       jit_options: `static_argnums`, `donate_argnums` and other options of `jax.jit`.
 
     Raises:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scheduler.core import codec
 from scheduler.core import hardware as chips
-from scheduler.core.errors import SchedulerError
+from scheduler.core.errors import NoCandidate, SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
@@ -40,6 +40,7 @@ from scheduler.functions.equations import (
 )
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import listed_calls
+from scheduler.functions.selection import PARTITIONING_ONLY, Partitioned
 from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
@@ -47,14 +48,6 @@ from search_spaces.problem import Problem
 
 # ------------------------------------------------------------------------------
 # Finds the problems that each device runs when XLA partitions a function over several devices.
-
-# Only the partitioning is needed: no optimization, no autotuning, and no constant folding of arrays that a function
-# without arguments creates.
-_COMPILER: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_gpu_autotune_level": "0",
-    "xla_disable_hlo_passes": "constant_folding",
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,12 +109,20 @@ def mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
     There is such a mesh if two conditions hold. First, shardings of arguments, constants, jitted functions or
     constraints name several devices, or a mesh is set (`jax.set_mesh`). Second, a tuned call is outside manual regions.
     """
-    automatic = [body for body in bodies(function.jaxpr) if isinstance(body, Body) and not body.manual]
+    automatic = _automatic(function)
     if not any(_makes_query(equation) for body in automatic for equation in body.jaxpr.eqns):
         return None
-    named = [mesh for mesh in _meshes(function, automatic) if mesh.size > 1]
+    return _named_mesh(function)
+
+
+def _named_mesh(function: Traced) -> Mesh | AbstractMesh | None:
+    named = [mesh for mesh in _meshes(function, _automatic(function)) if mesh.size > 1]
     with_devices = (mesh for mesh in named if isinstance(mesh, Mesh))
     return next(with_devices, named[0] if named else None)
+
+
+def _automatic(function: Traced) -> list[Body]:
+    return [body for body in bodies(function.jaxpr) if isinstance(body, Body) and not body.manual]
 
 
 def mesh_text(mesh: Mesh | AbstractMesh) -> str:
@@ -151,7 +152,7 @@ def partitioned_calls(function: Traced, over: Mesh | AbstractMesh) -> list[Tuned
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*arguments)
 
     try:
-        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=_COMPILER)
+        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=PARTITIONING_ONLY)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
         raise SchedulerError(f"the function cannot be compiled for the mesh {mesh_text(over)}: {message}") from error
@@ -338,9 +339,12 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
             left.setdefault(made.reason, ProblemCounter(chip)).add(
                 made.operation, made.problem, made.count, [made.line]
             )
-    by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())
     mesh = "" if over is None else mesh_text(over)
-    return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), _loops(function.jaxpr), mesh, by_library)
+    return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), _loops(function.jaxpr), mesh, _left(left))
+
+
+def _left(left: Mapping[str, ProblemCounter]) -> tuple[Left, ...]:
+    return tuple(Left(row, reason) for reason, counter in left.items() for row in counter.rows())
 
 
 class PosesProblems:
@@ -389,12 +393,31 @@ def optimized_problems(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     function = equations.traced(pure.function, *pure.arrays)
     jaxpr = listed_calls(function.jaxpr, function.constants, chip.platform)
     stored = equations.layouts_around(jaxpr, equations.operations_by_primitive().keys())
-    tuned = ProblemCounter(chip)
+    over = _named_mesh(function)
+    partitioned = None if over is None else _partitioned(pure.function, function, over, chip)
+    tuned, left = ProblemCounter(chip), dict[str, ProblemCounter]()
     for body in (each for each in equations.bodies(jaxpr) if isinstance(each, Body)):
         for equation in body.jaxpr.eqns:
-            if (found := _posed(equation, stored)) is not None:
-                tuned.add(*found, body.count, [body.line_of(equation)])
-    return Problems(tuned.rows(), chip, loops=_loops(jaxpr))
+            if (found := _posed(equation, stored)) is None:
+                continue
+            times = body.count, [body.line_of(equation)]
+            try:
+                local = [found] if partitioned is None or body.manual else partitioned.queries(*found)
+            except NoCandidate as error:
+                left.setdefault(str(error), ProblemCounter(chip)).add(*found, *times)
+            else:
+                for query in local:
+                    tuned.add(*query, *times)
+    mesh = "" if over is None else mesh_text(over)
+    return Problems(tuned.rows(), chip, loops=_loops(jaxpr), mesh=mesh, left=_left(left))
+
+
+def _partitioned(fn: Callable[..., Any], function: Traced, over: Mesh | AbstractMesh, chip: Hardware) -> Partitioned:
+    mesh = over if isinstance(over, Mesh) else _with_devices(over)
+    inputs = [
+        _input_type(x.aval, given, mesh) for x, given in zip(function.jaxpr.invars, function.arguments, strict=True)
+    ]
+    return Partitioned(jax.jit(fn).trace(*inputs), chip.platform)
 
 
 def _posed(equation: Any, stored: Mapping[Any, equations.StoredLayout]) -> tuple[Operation[Any], Problem] | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,25 +16,29 @@ from scheduler.core.arguments import backends_of_each
 from scheduler.core.errors import NoCandidate
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
-from scheduler.dispatch.dispatch import OnMiss, Options
+from scheduler.dispatch.dispatch import Decision, OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import comparison
 from scheduler.functions.comparison import TunedCall
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.rewriting import Found, Rewriter, Rewritten
+from scheduler.functions.selection import Selection
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Region
 
+# The key of all changes that need no tuned call, in the mapping of replacements that are not made.
+OTHER_CHANGES = "other changes"
+
 
 def with_tuned_calls(
     jaxpr: Any,
-    options: Mapping[str, Options],
+    selection: Selection,
     platform: str,
     *,
     others: bool = False,
-    refused: Mapping[Any, str] = MappingProxyType({}),
+    refused: Mapping[str, str] = MappingProxyType({}),
     in_place: InPlace | None = None,
     compared: bool = True,
 ) -> Rewritten:
@@ -42,11 +47,11 @@ def with_tuned_calls(
     Each kind of region is compared with its equations on this device first.
 
     Args:
-      options: operation name -> options for selecting its kernel.
+      selection: how kernels are selected.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
-      refused: kinds of regions that are left alone -> the reason (`InPlace.refusals`).
-      in_place: adds a comparison of each region that is replaced.
+      refused: the keys of replacements that are not made -> the reason; `OTHER_CHANGES` for the changes.
+      in_place: compares each region that would be replaced; the equations of these regions stay.
       compared: whether regions are compared on random operands first.
 
     Raises:
@@ -55,30 +60,64 @@ def with_tuned_calls(
 
     def unless(operation: Operation[Any], problem: Problem) -> str | None:
         try:
-            found = dispatch.decide(operation, problem, platform, options[operation.name])
+            selection.of(operation, problem, platform)
         except NoCandidate as error:
             return f"{operation.name}: {error}"
-        return f"{operation.name}: {found.reason}" if found.kernel.library else None
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=options[operation.name])
+        return None
 
     def by_xla(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
         library = dispatch.options(operation, on_miss="xla", backends=operation.library.backend)
         return tuned_call(operation, problem, *operands, params=params, options=library)
 
+    @functools.cache
+    def key(region: Region) -> str:
+        calls = [(x.operation, x.problem) for x in region.stages]
+        selected = [(of, *each) for of, problem in calls for each in selection.of(of, problem, platform)]
+        text, _ = comparison.RegionComparison(region).kind
+        return replacement_key(selected, text)
+
+    def placed(region: Region) -> list[TunedCall]:
+        return [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
+
+    disagreeing = dict[str, str]()
+
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        if refused and (wrong := refused.get(comparison.RegionComparison(region).kind)) is not None:
-            return wrong
+        if refused and (reason := refused.get(key(region))) is not None:
+            return reason
         if not compared:
             return None
         # The schedule of a gradient is not selected before a gradient is computed.
         stages = region.stages if not others and len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
-        return comparison.region_disagreement(region, calls, (platform, *options.values()), differentiable)
+        shardings = [tuple(selection.shardings(x.operation, x.problem)) for x in region.stages]
+        what = (platform, *selection.options.values(), *shardings)
+        wrong = comparison.region_disagreement(region, placed(region), what, differentiable)
+        if wrong is not None:
+            disagreeing[key(region)] = wrong
+        return wrong
 
-    observe = None if in_place is None else in_place.region
-    return Rewriter(unless, call, check, platform if others else None, last=others, observe=observe).rewrite(jaxpr)
+    def observe(region: Region) -> Region:
+        assert in_place is not None
+        return in_place.region(key(region), region, placed(region))
+
+    changes_on = platform if others and OTHER_CHANGES not in refused else None
+    observing = None if in_place is None else observe
+    rewriter = Rewriter(unless, selection.call, check, changes_on, last=others, observe=observing, key=key)
+    return dataclasses.replace(rewriter.rewrite(jaxpr), refused={**refused, **disagreeing})
+
+
+def replacement_key(selected: Iterable[tuple[Operation[Any], Problem, Decision]], equations: str = "") -> str:
+    """Returns a digest of tuned calls and their schedules. It is the same in other processes.
+
+    Args:
+      selected: The calls, with what is selected for them.
+      equations: What the calls replace, as text; "" for the single equation that the problem describes.
+    """
+    calls = [
+        (operation.name, problem.canonical(), found.kernel.backend, dataclasses.asdict(found.schedule))
+        for operation, problem, found in selected
+    ]
+    return fingerprint.digest((equations, calls))
 
 
 def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:
@@ -147,7 +186,8 @@ class RewrittenFunction:
         if jax_compat.has_explicit_axes([x for x in arrays if isinstance(x, jax.Array)]):
             return self._fn(*args, **kwargs)
         closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        rewritten = with_tuned_calls(closed, self._options(), hardware.target_of(jax.local_devices()[0]).platform)
+        platform = hardware.target_of(jax.local_devices()[0]).platform
+        rewritten = with_tuned_calls(closed, Selection(self._options()), platform)
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)

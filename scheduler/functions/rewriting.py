@@ -43,12 +43,14 @@ class Found:
       count: how often one call of the function runs the region.
       line: the line of the user's code; None if unknown.
       reason: why the region is left alone; "" if it is replaced.
+      key: that of the replacement (`Rewriter`); "" if the region is left alone.
     """
 
     calls: tuple[tuple[Operation[Any], Problem], ...]
     count: int
     line: Call | None
     reason: str = ""
+    key: str = ""
 
     @property
     def source(self) -> str:
@@ -68,11 +70,13 @@ class Rewritten:
     Attributes:
       jaxpr: the same object as before if nothing is replaced.
       changes: other changes, which need no tuned call, as text with source lines, without duplicates.
+      refused: the keys of replacements that were not to be made, or that disagree with their equations -> the reason.
     """
 
     jaxpr: Any
     found: tuple[Found, ...]
     changes: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def replaced(self) -> tuple[Found, ...]:
@@ -104,9 +108,10 @@ class Rewriter:
     Args:
       unless: ``unless(operation, problem)`` returns why a call should not replace equations, or None.
       call: makes a tuned call: ``call(operation, problem, params, *operands)``.
-      check: ``check(region, calls)`` returns how the calls disagree with the equations of a region, or None.
+      check: ``check(region, calls)`` returns why the calls should not replace the equations of a region, or None.
       platform: for which other equations are changed, too; None leaves them as they are.
-      observe: adds a comparison to each region that is replaced.
+      observe: returns what runs in place of a region and its calls.
+      key: returns the key of the replacement of a region.
       last: whether nothing transforms the result: operations with `regions_last` are used, too, and rules of
         derivatives and batching are dropped with the equations that carry them.
     """
@@ -120,8 +125,9 @@ class Rewriter:
         *,
         last: bool = False,
         observe: Callable[[Region], Region] | None = None,
+        key: Callable[[Region], str] = lambda region: "",
     ) -> None:
-        self._unless, self._call, self._check, self._observe = unless, call, check, observe
+        self._unless, self._call, self._check, self._observe, self._key = unless, call, check, observe, key
         operations = [operation for name in OPERATIONS if (operation := load(name)).regions is not None]
         first = [operation for operation in operations if not operation.regions_last]
         rest = [operation for operation in operations if operation.regions_last and last]
@@ -250,7 +256,7 @@ class Rewriter:
                     raise
                 except Exception as error:  # any error of a kernel, compiler or device costs this region alone
                     reason = f"{operation.name}: its kernels failed: {_text(error)}"
-                self._found.append(Found(calls, count, line, reason))
+                self._found.append(Found(calls, count, line, reason, "" if reason else self._key(each)))
                 if not reason:
                     for number, stage in enumerate(each.stages):
                         inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)
@@ -266,16 +272,17 @@ class Rewriter:
             return ()
 
     def _wrong(self, region: Region, calls: Sequence[TunedCall], graph: Graph) -> str | None:
-        """Returns why calls would not compute what a region computes, or not its derivative; None if they would."""
+        """Returns why calls should not replace a region, or do not have its derivative; None if they may."""
         if not self._last and derivative_rules.held_arrays(
             derivative_rules.nodes_between(graph.nodes, region.results, region.inputs), region.results
         ):
             return "a stop_gradient within it changes its gradients"
-        wrong = self._check(region, calls)
-        return None if wrong is None else f"its kernels disagree with its equations: {wrong}"
+        return self._check(region, calls)
 
     def _with_bodies(self, node: Node, count: int) -> Any:
         """Returns the equation of a node with rewritten bodies; None if none changes."""
+        if node.name == "shard_map":  # its equations are traced with the axes of its mesh
+            return None
         changed: dict[int, Any] = {}
         for closed, times in equations.held(node.equation):
             opened = fingerprint.opened_jaxpr(closed)

@@ -18,6 +18,8 @@ from scheduler.core import hardware
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code
+from scheduler.functions.ablation import Lowered
+from scheduler.functions.decided import Decided
 from scheduler.functions.interleaved import Seconds
 
 
@@ -26,12 +28,17 @@ class Stored:
     """A stored decision.
 
     Attributes:
-      tuned_text: Digest of the lowered version with kernels, from which other kernels or schedules differ.
+      tuned_text: Digest of the lowered version with kernels. It differs for other kernels or schedules.
+      refused: The keys of replacements that are not made in this version -> the reason.
+      groups: As in `Decided`.
       kept, reason, date: The version that is used, why, and when it was decided.
-      measured: "plain" and "tuned" -> the `Seconds`; "plain_bytes" and "tuned_bytes" -> peak memory.
+      measured: "plain" and "tuned" -> the `Seconds`; "plain_bytes" and "tuned_bytes" -> peak memory;
+        "plain_exchanged" and "tuned_exchanged" -> bytes of collectives.
     """
 
     tuned_text: str
+    refused: Mapping[str, str]
+    groups: tuple[str, ...]
     kept: str
     reason: str
     date: str
@@ -70,15 +77,24 @@ def find(key: str) -> Stored | None:
     try:
         found = Stored(**json.loads(text or ""))
         times = {name: Seconds(tuple(found.measured[name])) for name in ("plain", "tuned") if found.measured.get(name)}
-        return dataclasses.replace(found, measured={**found.measured, **times})
+        return dataclasses.replace(found, groups=tuple(found.groups), measured={**found.measured, **times})
     except (TypeError, ValueError):
         return None
 
 
-def put(key: str, tuned_text: str, kept: str, reason: str, measured: Mapping[str, Any]) -> None:
-    """Stores a decision. A store that cannot be written is a warning."""
-    plain = {name: x.samples_s if isinstance(x, Seconds) else x for name, x in measured.items()}
-    stored = Stored(tuned_text, kept, reason, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), plain)
+def put(key: str, lowered: Lowered, decision: Decided) -> None:
+    """Stores a decision about a lowered version. A store that cannot be written is a warning."""
+    names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
+    measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
+    stored = Stored(
+        digest(lowered.lowered.as_text()),
+        lowered.refused,
+        decision.groups,
+        decision.kept,
+        decision.reason,
+        datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        {name: x.samples_s if isinstance(x, Seconds) else x for name, x in measured.items()},
+    )
     dispatch.user_cache().put_decision(key, json.dumps(dataclasses.asdict(stored)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,15 +15,21 @@ from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
 from scheduler.core.status_line import StatusLine
-from scheduler.dispatch.dispatch import Options
-from scheduler.functions import ablation, comparison, decided, interleaved, stored_decisions
-from scheduler.functions.ablation import Lowered
+from scheduler.dispatch.dispatch import OnMiss, Options
+from scheduler.functions import ablation, comparison, decided, interleaved, selection, stored_decisions
+from scheduler.functions.ablation import Lowered, Run
 from scheduler.functions.call_arguments import Arguments
+from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
+from scheduler.functions.keeping import Keeping, Version
 from scheduler.functions.noise import with_noise
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
+
+# The policies for a version without some kernels. Products within a region that is left out may have no record: they
+# stay with XLA, too, so nothing is searched for them, and no miss is an error.
+_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "learn": "model", "error": "xla"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Trial:
     """A jitted function and the arguments to try it with.
 
     Attributes:
-      seconds: Maximum time spent on timing. None keeps the tuned version without timing if its results agree.
+      seconds: Maximum time of each timing, of which there are up to three. None keeps the tuned version without timing
+        if its results agree.
       status: Shows what the decision waits for.
     """
 
@@ -96,17 +103,18 @@ class Trial:
     def lower(self) -> Any:
         """Lowers the version with all kernels (`jax.stages.Lowered`)."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return ablation.lower_with_kernels(traced, self.options, regions_on=self._platform()).lowered
+        return ablation.lower_with_kernels(traced, self.options, **self._where).lowered
 
     def _on_a_cpu_by_default(self) -> bool:
         """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
         named = any(each.backends is not None or each.plan is not None for each in self.options.values())
         return not named and self._devices()[0].platform == CPU.platform
 
-    def _platform(self) -> str | None:
-        """Returns the platform of the call; None if it runs on several devices, between which XLA divides it."""
-        devices = self._devices()
-        return hardware.target_of(devices[0]).platform if len(devices) == 1 else None
+    @functools.cached_property
+    def _where(self) -> Mapping[str, Any]:
+        """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
+        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
+        return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
@@ -118,57 +126,62 @@ class Trial:
         """Returns the decision of an earlier process, if the same kernels would run; only its version is compiled."""
         if (known := stored_decisions.find(key)) is None:
             return None
-        lowered = ablation.lower_with_kernels(traced, self.options, regions_on=self._platform(), compared=False)
+        lowered = self._lowered_without(traced, known.refused)
         if stored_decisions.digest(lowered.lowered.as_text()) != known.tuned_text:
             return None
         self.status.step("compiling the tuned version")
         compiled = lowered.lowered.compile() if known.kept == "tuned" else None
-        return self._decision(f"{known.reason} (decided on {known.date})", lowered, compiled, **known.measured)
+        reason = f"{known.reason} (decided on {known.date})"
+        return self._decision(reason, lowered, compiled, groups=known.groups, **known.measured)
+
+    def _lowered_without(self, traced: Any, refused: Mapping[str, str]) -> Lowered:
+        """Lowers the version without the replacements of these keys -> reasons. Nothing is compared or searched."""
+        options = {
+            name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
+            for name, each in self.options.items()
+        }
+        return ablation.lower_with_kernels(traced, options, **self._where, refused=refused, compared=False)
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
-        """Lowers and compiles the tuned version, without the kernels that disagree with their equations in place.
+        """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
 
         Returns:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
           leaves of the arguments. None stands for versions that are not needed.
         """
-        platform, refused = self._platform(), dict[Any, str]()
+        refused = dict[str, str]()
         options = without_autotuning(jax.default_backend())
-        while True:
-            lower = functools.partial(ablation.lower_with_kernels, traced, self.options, regions_on=platform)
-            lowered = lower(refused=refused)
-            if not lowered.replaced and not lowered.changes:
-                return lowered, None, None
-            self.status.step("compiling the tuned version")
-            if not compared:
-                return lowered, lowered.lowered.compile(), None
-            in_place = InPlace()
-            observed = lower(refused=refused, in_place=in_place).lowered
-            products = comparison.products_rounding(each.problem for each in lowered.replaced)
-            noisy = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options).lower(0, *self.given.leaves)
-            with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
-                beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
-                compiled, with_noise_compiled = (beside.submit(each.compile) for each in (lowered.lowered, noisy))
-                compared_in_place = beside.submit(observed.compile, compiler_options=options)
-            wrong = self._disagreements(compared_in_place, in_place, traced)
-            if not wrong:
-                return lowered, compiled.result(), with_noise_compiled.result()
-            for reason in wrong.values():
-                self._warn(f"a kernel is not used: {reason}")
-            refused |= wrong
-            self.status.step("selecting kernels")
-
-    def _disagreements(
-        self, observed: concurrent.futures.Future[Any], in_place: InPlace, traced: Any
-    ) -> Mapping[Any, str]:
-        """Runs the function with comparisons once. Returns the kernels that disagree with their equations -> how."""
-        try:
-            compiled = observed.result()
-            self.status.step("comparing each kernel with its equations")
-            jax.block_until_ready(self.given.copied(_donated(traced)).call(compiled))
-        except jax.errors.JaxRuntimeError:  # equations in float32 beside the function may need too much memory
-            return {}
-        return in_place.refusals()
+        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, **self._where)
+        if not compared:
+            lowered = lower()
+            return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
+        noisy = None
+        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+            while True:
+                in_place = InPlace()
+                observed = lower(refused=refused, in_place=in_place, compared=False)
+                if not observed.replaced and not observed.changes:
+                    return observed, None, None
+                if noisy is None:
+                    beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
+                    products = comparison.products_rounding(each.problem for each in observed.replaced)
+                    noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
+                    noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
+                observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
+                self.status.step("comparing each kernel with its equations")
+                if wrong := in_place.on_random_operands(beside):
+                    self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
+                    refused |= wrong
+                    continue
+                lowered = lower(refused=refused, compared=False)
+                self.status.step("compiling the tuned version")
+                compiled = beside.submit(lowered.lowered.compile)
+                if in_place:
+                    jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
+                if not (wrong := in_place.refusals()):
+                    return lowered, compiled.result(), noisy.result()
+                self._warn_of(wrong.values())
+                refused |= wrong
 
     def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
         donated = _donated(traced)
@@ -176,37 +189,46 @@ class Trial:
         def plain() -> Any:
             return self._plain(self.given.copied(donated))
 
-        def tuned() -> Any:
-            return self.given.copied(donated).call(compiled)
+        def calling(version: Any) -> Run:
+            return lambda: self.given.copied(donated).call(version)
+
+        def with_noise(seed: int) -> Any:
+            return noisy(seed, *self.given.leaves)
 
         self.status.step("comparing the results of both versions")
+        everything = Version(lowered, compiled, calling(compiled))
         expected = jax.block_until_ready(plain())
-        if wrong := comparison.disagreement(expected, tuned(), lambda seed: noisy(seed, *self.given.leaves)):
+        if wrong := comparison.disagreement(expected, everything.run(), with_noise):
             return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
         del expected
-        memory = {
+        measured: dict[str, Any] = {
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),
-            "tuned_bytes": decided.peak_bytes(compiled),
+            "tuned_bytes": everything.peak_bytes,
         }
+        if "partitioned" in self._where:
+            measured |= {
+                "plain_exchanged": exchanged_bytes(traced.lower().compile()),
+                "tuned_exchanged": exchanged_bytes(compiled),
+            }
         if self.seconds is None:
-            return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **memory))
-        self.status.step("timing both versions")
-        runs = {"plain": plain, "tuned": tuned}
-        times = interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices())
-        speed = interleaved.speed_text(times["tuned"], times["plain"])
-        if interleaved.is_faster(times["tuned"], times["plain"]):
-            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **times, **memory))
+            return self._stored(key, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
+        time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
+        lower = functools.partial(self._lowered_without, traced)
+        kept = Keeping(plain, with_noise, lower, calling, time, self.status.step).fastest(everything)
+        lowered, compiled = kept.version.lowered, kept.version.compiled
+        measured |= {"plain": kept.plain, "tuned": kept.tuned, "tuned_bytes": kept.version.peak_bytes}
+        measured["groups"] = kept.groups
+        speed = interleaved.speed_text(kept.tuned, kept.plain)
+        if kept.is_faster:
+            return self._stored(key, lowered, self._uses(speed, lowered, compiled, **measured))
         tried = decided.used_text(lowered.replaced, lowered.changes)
         reason = f"{decided.XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
-        return self._stored(key, lowered, self._decision(reason, lowered, **times, **memory))
+        return self._stored(key, lowered, self._decision(reason, lowered, **measured))
 
     def _stored(self, key: str | None, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
         if key is not None:
-            names = ("plain", "tuned", "plain_bytes", "tuned_bytes")
-            measured = {name: x for name in names if (x := getattr(decision, name)) is not None}
-            text = stored_decisions.digest(lowered.lowered.as_text())
-            stored_decisions.put(key, text, decision.kept, decision.reason, measured)
+            stored_decisions.put(key, lowered, decision)
         return decision
 
     def _plain(self, given: Arguments) -> Any:
@@ -219,13 +241,18 @@ class Trial:
 
     def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
         used = decided.used_text(lowered.replaced, lowered.changes)
-        memory = decided.memory_text(measured.get("plain_bytes"), measured.get("tuned_bytes"))
-        return self._decision(f"uses {used}: {gain}{memory}", lowered, compiled, **measured)
+        for name, what in {"bytes": "memory", "exchanged": "traffic between devices"}.items():
+            gain += decided.share_text(measured.get(f"plain_{name}"), measured.get(f"tuned_{name}"), what)
+        return self._decision(f"uses {used}: {gain}", lowered, compiled, **measured)
 
     def _fall_back(self, reason: str, lowered: Lowered | None = None) -> Decided:
         reason = f"{decided.XLA_IS_USED}: {reason}"
         self._warn(reason)
         return self._decision(reason, lowered)
+
+    def _warn_of(self, reasons: Iterable[str]) -> None:
+        for reason in reasons:
+            self._warn(f"a kernel is not used: {reason}")
 
     def _warn(self, message: str) -> None:
         self.status.erase()

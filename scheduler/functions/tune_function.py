@@ -21,6 +21,7 @@ from scheduler.dispatch import calls, dispatch
 from scheduler.functions import interleaved
 from scheduler.functions.ablation import (
     MOST_ADDED,
+    MOST_GROUPS,
     AblationResult,
     CompiledFunction,
     Reference,
@@ -181,18 +182,18 @@ class _FunctionTuning:
         """
         if not candidates:
             return [], None
-        everything, why = failure(self.whole, self.plan(candidates), reference)
+        everything, why = failure(self.whole.under, self.plan(candidates), reference)
         if everything is not None:
             return candidates, everything
         logger.info("with all answers: %s; each is tried alone", why)
         usable = []
         for i in candidates:
-            run, reason = failure(self.whole, self.plan([i]), reference)
+            run, reason = failure(self.whole.under, self.plan([i]), reference)
             if run is None:
                 self.reasons[i] = f"it cannot be used in the function: {reason}"
             else:
                 usable.append(i)
-        everything, why = failure(self.whole, self.plan(usable), reference) if usable else (None, "")
+        everything, why = failure(self.whole.under, self.plan(usable), reference) if usable else (None, "")
         if everything is None:
             self.reasons |= dict.fromkeys(usable, f"together with the others it cannot be used in the function: {why}")
             return [], None
@@ -204,7 +205,7 @@ class _FunctionTuning:
         tied.sort(key=lambda i: -self.known[i].library_s)
         runs = {}
         for i in tied[:MOST_ADDED]:
-            run, reason = failure(self.whole, self.plan([*candidates, i]), reference)
+            run, reason = failure(self.whole.under, self.plan([*candidates, i]), reference)
             if run is None:
                 self.reasons[i] = f"alone it is about as fast, but it cannot be used in the function: {reason}"
             else:
@@ -216,7 +217,7 @@ class _FunctionTuning:
     ) -> tuple[list[int], dict[int, AblationResult]]:
         """Returns the candidates that speed up the function, and the comparison of each."""
         gains_s = {i: self.known[i].gain_s for i in candidates}
-        tested = groups(gains_s, step_s, MIN_GAIN) if candidates else []
+        tested = groups(gains_s, MOST_GROUPS, MIN_GAIN * step_s) if candidates else []
 
         def without(group: tuple[int, ...]) -> Plan:
             return self.plan([i for i in candidates if i not in group])
@@ -237,7 +238,7 @@ class _FunctionTuning:
         confidence.
         """
         if kept and kept != candidates:
-            run, why = failure(self.whole, self.plan(kept), reference)
+            run, why = failure(self.whole.under, self.plan(kept), reference)
             if run is None and (faster_alone := [i for i in kept if i in candidates]) != kept:
                 # Tied kernels were only tried one at a time with the candidates.
                 refused = f"alone it is about as fast, but together with others it cannot be used: {why}"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from search_spaces import jax_compat
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
 from search_spaces.matmul import problem, rules, xla
 from search_spaces.matmul.problem import PRECISIONS, MatmulProblem, Operands
@@ -360,7 +361,7 @@ def _product(
 
 
 def _unposed(a: Any, b: Any, precision: Any, out_sharding: Any) -> str | None:
-    if out_sharding is not None:
+    if jax_compat.names_sharding(out_sharding):
         return "it says how its result is sharded"
     if a.dtype != b.dtype:
         return f"a is {a.dtype} and b is {b.dtype}; kernels take two of one dtype"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces import jax_compat
 from search_spaces.operation import MatchedEquation
 from search_spaces.ragged_dot.problem import GroupedProblem, RaggedDotProblem, RaggedDotWeightsProblem
 
@@ -90,7 +91,7 @@ def problem_of_ragged_dot(
 
 
 def _unposed(lhs: Any, rhs: Any, sizes: Any, precision: Any, group_offset: Any, out_sharding: Any) -> str | None:
-    if out_sharding is not None:
+    if jax_compat.names_sharding(out_sharding):
         return "it says how its result is sharded"
     if group_offset is not None:
         return "JAX does not compute a group_offset"

@@ -1,5 +1,7 @@
 """A decision of `scheduler.optimize` is stored, and another process uses it without comparing or timing again."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,7 @@ def work(monkeypatch):
     done = []
     for module, name in (
         (comparison, "disagreement"),
-        (comparison, "region_disagreement"),
+        (comparison, "verdict"),
         (interleaved, "time_interleaved"),
     ):
         run = getattr(module, name)
@@ -48,7 +50,7 @@ def test_another_process_neither_compares_nor_times(work, keep):
     args = [X.reshape(1, 8, 2, 4) + i for i in range(3)]
     first = another_process(attention, keep=keep, seconds=0.1)
     expected = first(*args)
-    assert set(work) == {"disagreement", "region_disagreement"} | ({"time_interleaved"} if keep == "faster" else set())
+    assert set(work) == {"disagreement", "verdict"} | ({"time_interleaved"} if keep == "faster" else set())
     work.clear()
     second = another_process(attention, keep=keep, seconds=0.1)
     np.testing.assert_array_equal(second(*args), expected)
@@ -85,6 +87,67 @@ def test_a_kernel_that_computes_something_else_is_compared(work, monkeypatch):
     jax.clear_caches()
     with pytest.warns(RuntimeWarning, match="a kernel is not used"):
         another_process(lambda x: x @ x, keep="tuned")(X)
+
+
+def test_another_process_drops_the_same_group_of_kernels(work, monkeypatch):
+    times_ms = {"plain": 10, "tuned": 11, "without matmul m=8": 8, "without matmul m=4": 12}
+
+    def time_interleaved(runs, **_):
+        work.append("time_interleaved")
+        own = {label: next(ms for start, ms in times_ms.items() if label.startswith(start)) for label in runs}
+        return {label: interleaved.Seconds((1e-3 * ms,) * 12) for label, ms in own.items()}
+
+    def products(x, y):
+        return x @ x, y @ y
+
+    monkeypatch.setattr(interleaved, "time_interleaved", time_interleaved)
+    first = another_process(products)
+    first(X, X[:4, :4])
+    assert work.count("time_interleaved") == 2
+    work.clear()
+    second = another_process(products)
+    second(X, X[:4, :4])
+    assert work == []
+    (before,), (after,) = first.decisions, second.decisions
+    assert [each.problem.m for each in after.replaced] == [4]
+    assert (after.kept, after.groups, after.left) == (before.kept, before.groups, before.left)
+    assert len(after.groups) == 2
+
+
+def two_percent_off(y):
+    return 1.02 * y
+
+
+def two_percent_off_if_large(y):
+    """Random operands of a product have no result as large."""
+    return jnp.where(y > 500, two_percent_off(y), y)
+
+
+@pytest.mark.parametrize(
+    ("operation", "change"), [("flash_attention", two_percent_off), ("matmul", two_percent_off_if_large)]
+)
+def test_another_process_leaves_out_the_kernel_that_disagreed(work, monkeypatch, operation, change):
+    kernel = type(load(operation).kernel("interpret"))
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *args, **how: jax.tree.map(change, run(*args, **how)))
+
+    def step(q, x, y):
+        return attention(q, q, q), x @ x, y @ (200 * y)
+
+    args = X.reshape(1, 8, 2, 4), X, X[:4, :4] + 1
+    first = another_process(step, keep="tuned")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first(*args)
+    work.clear()
+    second = another_process(step, keep="tuned")
+    second(*args)
+    assert work == []
+    (before,), (after,) = first.decisions, second.decisions
+    assert after.kept == "tuned"
+    assert (after.replaced, after.left) == (before.replaced, before.left)
+    assert len(after.replaced) == 2
+    assert any("disagree" in reason for reason in after.left)
 
 
 def test_a_malformed_decision_is_decided_again(work):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import hardware
+from scheduler.functions.collectives import collectives
 from scheduler.store.store import shipped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -17,7 +18,7 @@ import many_gpus
 import results_page
 from harness import ROOT
 from job_on_gpus import job_of, limited, shares_of, tune
-from sharded_layers import cases, collectives
+from sharded_layers import cases
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,8 @@ def test_rows_are_measured_kept_and_written_with_what_is_missing(tmp_path, capsy
     written = json.loads(file.read_text())
     layers, *jobs = written["rows"]
     assert written["environment"]["missing"] == [
-        "tensor_parallel_4096", "tensor_parallel_64", "data_and_tensor_parallel_4096",
+        "tensor_parallel_4096", "tensor_parallel_64", "data_and_tensor_parallel_4096", "data_parallel_step",
+        "sharded_parameters_step",
     ]  # fmt: skip
     assert layers["mesh"] == {"data": 2, "model": 2}
     # Of 64 tokens and 64 hidden columns, half on each device: what was extracted is tuned, asked and answered.
