@@ -345,7 +345,8 @@ def _models(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Unmodified models", "")
     yield from text(
         "Wall time of a function as its framework jits it over that of `optimize` with an empty cache; in parentheses "
-        "the least of the runs. *MiB*: peak memory of both. *Masked*: training, and the mask depends on an argument."
+        "the least of the runs. *MiB*: peak memory of both. *Masked*: training, and the mask depends on an argument. "
+        "[Keys](../benchmarks/results/README.md)."
     )
     for name, result in results.items():
         yield from _source(name, result)
@@ -360,19 +361,9 @@ def _models(results: Mapping[str, Result]) -> Iterator[str]:
         mib = ("→".join(f"{n / 2**20:.0f}" for n in of) if of and all(of) else "" for of in memory)
         yield line(name, kinds[name], *ratios, *mib)
     yield from ("", *table("", *chips, left=1))
-    for title, (key, digits) in MODEL_FIGURES.items():
-        yield line(title, *(number(result["summary"][key], digits) for result in results.values()))
-
-
-MODEL_FIGURES = {
-    "training, geometric mean": ("training_geomean", 3),
-    "worst run of any function": ("optimize_worst", 3),
-    "seconds to decide on a training step, median": ("decide_s", 1),
-    "a call with 2 arrays above `jax.jit`, us": ("overhead_us_2", 1),
-    "with 200 arrays, over `jax.jit`": ("overhead_200", 3),
-    "of an nnx module with 180 arrays, over `nnx.jit`": ("overhead_nnx", 3),
-    "first call of a second process, over `jax.jit`": ("second_process", 2),
-}
+    overheads = ("overhead_us_2", "overhead_200", "overhead_nnx")
+    for key in ("training_geomean", "optimize_worst", *overheads, "second_process", "decide_s"):
+        yield line(f"`{key}`", *(number(result["summary"][key], 3) for result in results.values()))
 
 
 def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
