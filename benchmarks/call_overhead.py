@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     chip = hardware.detect()
     rows = [
-        {"call": name, **_measure(ours, direct, args, options.turns, options.calls)}
+        {"call": name, **measure(ours, direct, args, options.turns, options.calls)}
         for name, ours, direct, args in _cases()
     ]
     table = Table(title=f"An eager call on {chip.kind}, microseconds", title_justify="left")
@@ -69,9 +69,10 @@ def _cases() -> list[tuple[str, Callable[..., Any], Callable[..., Any], tuple[ja
     ]
 
 
-def _measure(
+def measure(
     ours: Callable[..., Any], direct: Callable[..., Any], args: tuple[jax.Array, ...], turns: int, calls: int
 ) -> dict[str, Any]:
+    """Microseconds of a call of both until it returns: their medians over turns, and each turn's."""
     for function in (ours, direct):
         _turn(function, args, WARM_UP)
     # The order within a pair alternates: what a turn leaves behind it then helps neither.

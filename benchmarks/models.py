@@ -1,228 +1,90 @@
-"""Unmodified models, forward and training step, in plain JAX and by `scheduler.optimize` without a search.
+"""Unmodified functions, plain and by `scheduler.optimize` without a search: training steps, inference, overheads.
 
-    python benchmarks/models.py                      # all models, and the result file
-    python benchmarks/models.py --only llama         # the models whose names begin so
-    python benchmarks/models.py --small              # small models, on a CPU: the times mean nothing
+    python benchmarks/models.py                               # all, and the result file
+    python benchmarks/models.py --only 'nnx_*' llama          # these; the rows of others stay in the result file
+    python benchmarks/models.py --small --results build       # small ones by the interpreter: the times mean nothing
 
-Each model is written as its authors write it: attention by `jax.nn.dot_product_attention` without an implementation, or
-by two einsums and a softmax. One call of `optimize` decides on it. Then both versions are timed in interleaved rounds
-of wall time. Ratios are the time of plain JAX over that of `optimize`.
+The file has each row as soon as it is measured. Functions are written as the authors of frameworks write them
+(plain_steps.py, framework_steps.py). One call of `optimize` decides on each. Then both versions are timed in
+interleaved rounds of wall time. Ratios are the time of the plain function, as its framework jits it, over that of
+`optimize`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import fnmatch
 import functools
+import gc
+import json
+import os
 import statistics
+import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import framework_steps
 import jax
-import jax.numpy as jnp
-import optax
-from harness import RESULTS, environment, write_result
+import optimize_overhead
+import plain_steps
+from harness import RESULTS, environment, result_file, write_result
+from plain_steps import Step
 from rich.console import Console
-from rich.table import Table
 from whole_functions import wall_times
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.core.text import seconds_text
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.runner import environment as measured
 from search_spaces import load
 
-Array = jax.Array
-Weights = dict[str, Any]
-EPS, ROPE_BASE = 1e-5, 500_000.0
+Row = dict[str, Any]
+# What a decision says of a kernel, or of a whole version, whose results differ.
+REJECTIONS = ("disagree", "a kernel is not used", "computed different results")
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Extents of a transformer.
-
-    Attributes:
-      features, hidden: of the stream, and of the feed-forward layer.
-      heads, kv_heads: of attention.
-      vocabulary: 0 for a model without one, which takes vectors.
-    """
-
-    layers: int
-    batch: int
-    tokens: int
-    features: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    vocabulary: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        return self.features // self.heads
+def measurements(options: argparse.Namespace) -> dict[str, Callable[[], Row]]:
+    """Returns what can be measured, by name."""
+    steps = (*plain_steps.STEPS, *framework_steps.STEPS)
+    return {step.name: functools.partial(measure_step, step, options) for step in steps} | {
+        "overhead_2": functools.partial(optimize_overhead.of_arrays, 2),
+        "overhead_200": functools.partial(optimize_overhead.of_arrays, 200),
+        "overhead_nnx": optimize_overhead.of_nnx,
+        "second_process": functools.partial(optimize_overhead.second_process, options.small),
+        "attention_found": found_share,
+    }
 
 
-def _norm(x: Array, weight: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
-    return (normed * weight).astype(x.dtype)
-
-
-def _layer_norm(x: Array, weight: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    less = wide - wide.mean(-1, keepdims=True)
-    return (less * jax.lax.rsqrt((less**2).mean(-1, keepdims=True) + EPS) * weight).astype(x.dtype)
-
-
-def _rope(x: Array) -> Array:
-    half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * ROPE_BASE ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def llama(s: Shape, weights: Weights, x: Array) -> Array:
-    """Llama 3 (arXiv:2407.21783): RMS norm, rotary positions, grouped heads, gated SiLU."""
-    for w in weights["layers"]:
-        y = _norm(x, w["norm"])
-        q = _rope((y @ w["q"]).reshape(s.batch, s.tokens, s.heads, s.head_dim))
-        k = _rope((y @ w["k"]).reshape(s.batch, s.tokens, s.kv_heads, s.head_dim))
-        v = (y @ w["v"]).reshape(s.batch, s.tokens, s.kv_heads, s.head_dim)
-        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["o"]
-        y = _norm(x, w["norm_ff"])
-        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
-    return x
-
-
-def transformer(s: Shape, weights: Weights, x: Array, *, causal: bool) -> Array:
-    """A layer of GPT-2 or, without the mask, of ViT (arXiv:2010.11929): layer norm, einsum attention, GELU."""
-    for w in weights["layers"]:
-        y = _layer_norm(x, w["norm"])
-        heads = (s.batch, s.tokens, s.heads, s.head_dim)
-        q, k, v = ((y @ w[name]).reshape(heads) for name in "qkv")
-        logits = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(jnp.array(s.head_dim, x.dtype))
-        if causal:
-            logits = jnp.where(jnp.tril(jnp.ones((s.tokens, s.tokens), bool)), logits, jnp.finfo(x.dtype).min)
-        weights_of = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(x.dtype)
-        x = x + jnp.einsum("bhts,bshd->bthd", weights_of, v).reshape(x.shape) @ w["o"]
-        y = _layer_norm(x, w["norm_ff"])
-        x = x + jax.nn.gelu(y @ w["up"]) @ w["down"]
-    return x
-
-
-def weights_of(s: Shape, gated: bool) -> Weights:
-    """Draws the weights of a model in bfloat16; the scales of norms are float32."""
-    wide = s.kv_heads * s.head_dim
-    extents = {"q": (s.features, s.features), "k": (s.features, wide), "v": (s.features, wide)}
-    extents |= {"o": (s.features, s.features), "up": (s.features, s.hidden), "down": (s.hidden, s.features)}
-    extents |= {"gate": (s.features, s.hidden)} if gated else {}
-    keys = iter(jax.random.split(jax.random.key(0), s.layers * len(extents) + 1))
-
-    def drawn(shape: tuple[int, ...]) -> Array:
-        return (jax.random.normal(next(keys), shape, jnp.float32) * shape[0] ** -0.5).astype(jnp.bfloat16)
-
-    layers = [
-        {name: drawn(shape) for name, shape in extents.items()}
-        | {name: jnp.ones(s.features, jnp.float32) for name in ("norm", "norm_ff")}
-        for _ in range(s.layers)
-    ]
-    return {"layers": layers, "embedding": drawn((s.vocabulary, s.features))} if s.vocabulary else {"layers": layers}
-
-
-Apply = Callable[[Weights, Array], Array]
-
-
-def training_step(apply: Apply, s: Shape) -> tuple[Callable[..., Any], Callable[[Weights], Any]]:
-    """Returns a step of AdamW, and what makes its state of weights."""
-    optimizer = optax.adamw(1e-4)
-
-    def loss(weights: Weights, x: Array, labels: Array) -> Array:
-        if not s.vocabulary:
-            return ((apply(weights, x) - labels).astype(jnp.float32) ** 2).mean()
-        logits = apply(weights, weights["embedding"][x]) @ weights["embedding"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
-
-    def step(weights: Weights, state: Any, x: Array, labels: Array) -> tuple[Weights, Any, Array]:
-        value, gradients = jax.value_and_grad(loss)(weights, x, labels)
-        updates, state = optimizer.update(gradients, state, weights)
-        return optax.apply_updates(weights, updates), state, value
-
-    return step, optimizer.init
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A function of a model, and its arguments."""
-
-    name: str
-    layers: int
-    make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-
-
-def _forward(apply: Callable[..., Array], s: Shape, gated: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    x = jax.random.normal(jax.random.key(1), (s.batch, s.tokens, s.features), jnp.bfloat16)
-    return functools.partial(apply, s), (weights_of(dataclasses.replace(s, vocabulary=0), gated), x)
-
-
-def _training(apply: Callable[..., Array], s: Shape, gated: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    step, init = training_step(functools.partial(apply, s), s)
-    weights, key = weights_of(s, gated), jax.random.key(1)
-    if s.vocabulary:
-        x = jax.random.randint(key, (s.batch, s.tokens), 0, s.vocabulary)
-        return step, (weights, init(weights), x, jnp.roll(x, -1, 1))
-    x = jax.random.normal(key, (s.batch, s.tokens, s.features), jnp.bfloat16)
-    return step, (weights, init(weights), x, x[::-1])
-
-
-def models(small: bool) -> tuple[Model, ...]:
-    """Returns the models. Small ones rehearse the benchmark on a CPU."""
-    llama_3 = Shape(2, 1, 4096, 4096, 14336, 32, 8)
-    vit_large = Shape(4, 64, 197, 1024, 4096, 16, 16)
-    gpt_2 = Shape(6, 8, 1024, 768, 3072, 12, 12, 50257)
-    if small:
-        llama_3 = Shape(1, 1, 128, 256, 512, 4, 2)
-        vit_large = Shape(1, 2, 97, 256, 512, 4, 4)
-        gpt_2 = Shape(1, 2, 128, 256, 512, 4, 4, 1000)
-    vit = functools.partial(transformer, causal=False)
-    gpt = functools.partial(transformer, causal=True)
-    made = (
-        ("llama", llama, llama_3, True),
-        ("vit", vit, vit_large, False),
-        ("gpt2", gpt, gpt_2, False),
-    )
-    found = []
-    for name, apply, shape, gated in made:
-        for suffix, kind in (("", _forward), ("_training", _training)):
-            make = functools.partial(kind, apply, shape, gated)
-            found.append(Model(name + suffix, shape.layers, make))
-    return tuple(found)
-
-
-def row(model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    """One line of the result: wall times of a call, peak memory, and what was replaced."""
-    fn, args = model.make()
-    plain = jax.jit(fn)
-    given: dict[str, Any] = {"backends": ("interpret", "xla")} if options.small else {}
-    optimized = scheduler.optimize(fn, **given)
-    started = time.perf_counter()
-    jax.block_until_ready(optimized(*args))
-    decided_s = time.perf_counter() - started
-    (decision,) = optimized.decisions
-    runs = {"jnp": lambda: plain(*args), "optimize": lambda: optimized(*args)}
+def measure_step(step: Step, options: argparse.Namespace) -> Row:
+    """Returns wall times of a call, peak memory, and what was replaced."""
+    built = step.build(options.small)
+    fast = optimize_overhead.optimized(built.function, options.small)
+    call = built.caller(fast)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        decided_s = time.perf_counter() - started
+    runs = {"jnp": built.caller(built.function), "optimize": call}
     times = [wall_times(runs, 1, seconds=options.seconds) for _ in range(options.repeats)]
     ratios = [line["optimize_vs_jnp"] for line in times]
+    # Of a state with a Python number there are two: the number is an array from the second call on.
+    decision = fast.decisions[-1]
+    told = [*(str(each.message) for each in caught), *(each.reason for each in fast.decisions), *decision.left]
+    print(decision, flush=True)
     return {
-        "model": model.name,
-        "layers": model.layers,
+        "kind": step.kind,
         "jnp_us": statistics.median(line["jnp_us"] for line in times),
         "optimize_us": statistics.median(line["optimize_us"] for line in times),
         "optimize_vs_jnp": statistics.median(ratios),
         "ratios": ratios,
         "kept": decision.kept,
         "reason": decision.reason,
+        "rejected": [each for each in dict.fromkeys(told) if any(words in each for words in REJECTIONS)],
         "jnp_bytes": decision.plain_bytes,
         "optimize_bytes": decision.tuned_bytes,
         "replaced": [str(each) for each in decision.replaced],
@@ -232,62 +94,92 @@ def row(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys of the result's summary."""
-    by_name = {line["model"]: line["optimize_vs_jnp"] for line in rows}
-    return {
-        "models": len(rows),
-        "default_attention_llama": by_name.get("llama"),
-        "llama_training": by_name.get("llama_training"),
-        "vit": by_name.get("vit"),
-        "vit_training": by_name.get("vit_training"),
-        "gpt2_training": by_name.get("gpt2_training"),
-        "optimize_worst": min((min(line["ratios"]) for line in rows), default=None),
-        "attention_found": found_share(),
-    }
+def found_share() -> Row:
+    """Returns the share of the corpus that the rewriting finds."""
+    from attention_corpus import FORMS, is_found
+
+    return {"found": sum(map(is_found, FORMS)) / len(FORMS)}
 
 
-def found_share() -> float | None:
-    """Returns the share of the corpus that the rewriting finds; None where flax or equinox is not installed."""
+def measured_or_failed(measure: Callable[[], Row]) -> Row:
+    """Returns the row, or one with the error, so that the others are measured."""
     try:
-        from attention_corpus import FORMS, is_found
-    except ImportError:
-        return None
-    return sum(map(is_found, FORMS)) / len(FORMS)
+        return measure()
+    except ModuleNotFoundError as error:
+        return {"error": f"skipped: {error.name} is not installed"}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        jax.clear_caches()
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of the result's summary; None where no row tells."""
+    of = {row["model"]: row for row in rows if "error" not in row}
+    timed = {name: row for name, row in of.items() if "ratios" in row}
+    training = [row for row in timed.values() if row["kind"] == "training"]
+    ratios = [row["optimize_vs_jnp"] for row in training]
+
+    def over(name: str, ours: str, direct: str) -> float | None:
+        return of[name][ours] / of[name][direct] if name in of else None
+
+    two = of.get("overhead_2")
+    return {
+        "training_steps": len(training),
+        "training_geomean": statistics.geometric_mean(ratios) if ratios else None,
+        "false_rejections": [name for name, row in timed.items() if row["rejected"]],
+        "optimize_worst": min((min(row["ratios"]) for row in timed.values()), default=None),
+        "overhead_us_2": two["optimize_us"] - two["jnp_us"] if two else None,
+        "overhead_200": over("overhead_200", "optimize_us", "jnp_us"),
+        "overhead_nnx": over("overhead_nnx", "optimize_us", "jnp_us"),
+        "second_process": over("second_process", "optimize_s", "plain_s"),
+        "decide_s": statistics.median(row["decided_s"] for row in training) if training else None,
+        "attention_found": of["attention_found"]["found"] if "attention_found" in of else None,
+        "errors": [row["model"] for row in rows if "error" in row],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure the models whose names begin so")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names, also with * and ?")
     parser.add_argument("--seconds", type=float, default=3.0, help="of rounds for each version")
-    parser.add_argument("--repeats", type=int, default=3, help="how often each model is timed")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each function is timed")
     parser.add_argument("--small", action="store_true", help="small models by the interpreter; the times mean nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written, and continued")
     options = parser.parse_args(arguments)
-    rows = []
-    for model in models(options.small):
-        if model.name.startswith(options.only):
-            rows.append(row(model, options))
-            _print(rows[-1])
-    figures = summary(rows)
-    Console().print(figures)
+    known = measurements(options)
+    if unknown := [each for each in options.only if not fnmatch.filter(known, each)]:
+        parser.error(f"nothing is named {', '.join(unknown)}; there are {', '.join(known)}")
     chip = hardware.detect()
     gpu = None if chip.platform == "cpu" else Gpu.query(0)
     made = environment(measured(gpu.driver if gpu else ""), load("flash_attention"), load("flash_attention_backward"))
-    write_result("models", chip, summary=figures, rows=rows, environment=made, directory=options.results)
+    path = result_file("models", chip, made["dirty"], options.results)
+    rows = {row["model"]: row for row in (json.loads(path.read_text())["rows"] if path.exists() else ())}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["TILE_SCHEDULER_CACHE"] = str(Path(directory, "cache.db"))  # no decision of an earlier command
+        scheduler.reload()
+        for name, measure in known.items():
+            if any(fnmatch.fnmatch(name, each) for each in options.only):
+                rows[name] = {"model": name} | measured_or_failed(measure)
+                _print(rows[name])
+                ordered = [rows[name] for name in dict.fromkeys((*known, *rows)) if name in rows]
+                figures = summary(ordered)
+                write_result("models", chip, summary=figures, rows=ordered, environment=made, directory=options.results)
+    Console().print(figures)
 
 
-def _print(line: Mapping[str, Any]) -> None:
-    table = Table(show_header=False)
-    memory = [line["jnp_bytes"], line["optimize_bytes"]]
-    table.add_row(line["model"], f"{line['optimize_vs_jnp']:.3f}", line["kept"], line["reason"])
-    table.add_row("time", seconds_text(line["jnp_us"] / 1e6), seconds_text(line["optimize_us"] / 1e6), "")
-    table.add_row("peak memory", *("-" if n is None else f"{n / 2**20:.0f} MiB" for n in memory), "")
-    Console().print(table)
-    for each in (*line["replaced"], *line["changes"]):
-        print("  ", each)
-    for reason, count in line["left"].items():
-        print("  left:", reason, count)
+def _print(row: Mapping[str, Any]) -> None:
+    if "ratios" in row:
+        ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratios"])
+        print(
+            f"{row['model']}: {row['optimize_vs_jnp']:.3f} ({ratios}), plain {row['jnp_us']:.0f} us, optimize "
+            f"{row['optimize_us']:.0f} us, decided in {row['decided_s']:.1f} s{', REJECTED' * bool(row['rejected'])}",
+            flush=True,
+        )
+    else:
+        print({name: value for name, value in row.items() if name != "repetitions_us"}, flush=True)
 
 
 if __name__ == "__main__":

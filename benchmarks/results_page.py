@@ -61,11 +61,11 @@ def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
     ):
         yield line(title, number(summary[f"{name}_geomean"], 3), number(summary[f"{name}_worst"], 3))
     for result in _files(results, "models").values():
-        models = [row["optimize_vs_jnp"] for row in result["rows"]]
+        steps = [row for row in result["rows"] if row.get("kind") == "training"]
         chip = _chip(result).removeprefix("NVIDIA ")
-        title = f"plain JAX / `scheduler.optimize`, {len(models)} unmodified models, no search, on an {chip}"
-        worst = number(min(min(row["ratios"]) for row in result["rows"]), 3)
-        yield line(title, number(statistics.geometric_mean(models), 3), worst)
+        title = f"plain JAX / `scheduler.optimize`, {len(steps)} unmodified training steps, no search, on an {chip}"
+        worst = number(min(min(row["ratios"]) for row in steps), 3)
+        yield line(title, number(result["summary"]["training_geomean"], 3), worst)
     grouped = results["grouped-nvidia-h200"]["rows"]
     for title, ratios in (
         ("torch's `_grouped_mm` / `tuned_ragged_dot`", [r["pallas_vs_torch"] for r in grouped if r["pallas_vs_torch"]]),
@@ -344,17 +344,26 @@ def _grouped(results: Mapping[str, Result]) -> Iterator[str]:
 def _models(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Unmodified models", "")
     yield from text(
-        "Wall time of plain JAX with its default attention over that of `optimize` with an empty cache; in parentheses "
-        "the least of three runs. *MiB*: peak memory of both."
+        "Wall time of a function as its framework jits it over that of `optimize` with an empty cache; in parentheses "
+        "the least of the runs. *MiB*: peak memory of both. *Masked*: training, and the mask depends on an argument. "
+        "[Keys](../benchmarks/results/README.md)."
     )
     for name, result in results.items():
         yield from _source(name, result)
     chips = [_chip(result).split()[1] for result in results.values()]
-    yield from table("model", *chips, *(f"{chip}: MiB" for chip in chips), left=1)
-    for rows in zip(*(result["rows"] for result in results.values()), strict=True):
-        ratios = (f"{number(row['optimize_vs_jnp'], 3)} ({number(min(row['ratios']), 3)})" for row in rows)
-        memory = ("→".join(number(row[f"{of}_bytes"] / 2**20, 0) for of in ("jnp", "optimize")) for row in rows)
-        yield line(rows[0]["model"], *ratios, *memory)
+    rows = [{row["model"]: row for row in result["rows"] if "ratios" in row} for result in results.values()]
+    kinds = {name: row["kind"] for of in rows for name, row in of.items()}
+    yield from table("", "kind", *chips, *(f"{chip}: MiB" for chip in chips), left=2)
+    for name in sorted(kinds, key=kinds.__getitem__, reverse=True):
+        found = [of.get(name) for of in rows]
+        ratios = (f"{row['optimize_vs_jnp']:.3f} ({min(row['ratios']):.3f})" if row else "" for row in found)
+        memory = (row and [row[f"{of}_bytes"] for of in ("jnp", "optimize")] for row in found)
+        mib = ("→".join(f"{n / 2**20:.0f}" for n in of) if of and all(of) else "" for of in memory)
+        yield line(name, kinds[name], *ratios, *mib)
+    yield from ("", *table("", *chips, left=1))
+    overheads = ("overhead_us_2", "overhead_200", "overhead_nnx")
+    for key in ("training_geomean", "optimize_worst", *overheads, "second_process", "decide_s"):
+        yield line(f"`{key}`", *(number(result["summary"][key], 3) for result in results.values()))
 
 
 def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:

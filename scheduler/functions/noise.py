@@ -87,7 +87,7 @@ class _Noise:
             branches = [functools.partial(self._branch, branch) for branch in params["branches"]]
             return [*lax.switch(index, branches, *operands)]
         found = lowering_compat.evaluate_equation(equation, *args)
-        narrowest = min((_eps(x.dtype) for x in args), default=0.0)
+        narrowest = min((_eps(x.aval.dtype) for x in equation.invars), default=0.0)
         return [self._moved(x, self._size(name, x.dtype, narrowest)) for x in found]
 
     def _branch(self, closed: Any, *operands: Any) -> list[Any]:

@@ -70,6 +70,13 @@ def test_attention_of_every_form_is_found_and_computes_the_same(form: Form):
     assert comparison.disagreement(plain(*leaves), tuned(*leaves), lambda seed: noisy(seed, *leaves)) is None
 
 
+def test_noise_keeps_a_python_bool_of_a_mask():
+    x = jnp.arange(4.0)
+    closed = jax.make_jaxpr(lambda x: jnp.where(True & (x > 1), jnp.exp(x), 0))(x)
+    (found,) = jax.jit(with_noise(closed))(0, x)
+    np.testing.assert_allclose(found, np.where(x > 1, np.exp(x), 0), rtol=1e-5)
+
+
 def test_most_of_the_corpus_is_found():
     found = [not any(each.reason for each in rewritten(form)) for form in FORMS]
     assert sum(found) / len(found) >= 0.9
