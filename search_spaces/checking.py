@@ -239,6 +239,23 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
     return tuple(made)
 
 
+def altered(operands: Sequence[jax.Array], kind: jax.Array) -> list[jax.Array]:
+    """Does what `with_special_values` does without integers, as part of a program.
+
+    Args:
+      kind: the index in `VALUE_KINDS`; -1 changes nothing.
+    """
+    made, first = [], True
+    shape = next((x.shape for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)), None)
+    for number, x in enumerate(operands):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            changes = (kind >= 0) & ((x.shape == shape) | (kind != VALUE_KINDS.index("offset")))
+            x = jnp.where(changes, _altered(x, kind, jnp.uint32(number), first=first), x)
+            first = False
+        made.append(x)
+    return made
+
+
 @functools.partial(jax.jit, static_argnames="first")
 def _altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -> jax.Array:
     if not x.size:

@@ -17,7 +17,7 @@ from jax._src.interpreters import mlir, pxla
 from jax._src.pallas.pallas_call import pallas_call_p
 from jax.experimental import jet
 from jax.extend.core import Primitive
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir, passmanager
 
 from search_spaces import jax_compat
 
@@ -296,8 +296,16 @@ def module_bytes(lowered: Any, plain: Any) -> bytes | None:
     taken, given = ([*map(id, x.const_args), *sorted(x.compile_args["kept_var_idx"])] for x in (own, other))
     if taken != given or device_count(lowered) > 1 or any(own.compile_args[name] for name in held):
         return None
-    found = io.BytesIO()
-    own._hlo.operation.write_bytecode(found)
+    return program_bytes(lowered)
+
+
+def program_bytes(lowered: Any) -> bytes:
+    """Returns the program of a lowered function without source lines."""
+    module, found = lowered._lowering._hlo, io.BytesIO()
+    with module.context:
+        copied = module.operation.clone()
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(copied.operation)
+    copied.operation.write_bytecode(found)
     return found.getvalue()
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from scheduler.functions.noise import FINEST
 from scheduler.measure.verification import rounded_differently
 from search_spaces import checking, fingerprint, lowering_compat, recognise
-from search_spaces.checking import VALUE_KINDS, with_special_values, without_autotuning
+from search_spaces.checking import VALUE_KINDS, without_autotuning
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Value
@@ -136,7 +136,7 @@ def _difference_text(name: str, dtype: Any, off: Any, allowed: Any) -> str:
     if not jnp.issubdtype(dtype, jnp.inexact):
         return f"{off[0]:.2%} of the elements of {name} differ (allowed: {allowed[0]:.2%})"
     if off[2] > allowed[2]:
-        return f"{off[2]:.0f} elements of {name} are finite in one of them alone"
+        return f"{off[2]:.0f} elements of {name} are finite in one of them alone, or other infinities"
     return (
         f"{name} differs by {off[0]:.2g} of its size in the mean square (allowed: {allowed[0]:.2g}) "
         f"and by {off[1]:.2g} of its largest element (allowed: {allowed[1]:.2g})"
@@ -148,7 +148,7 @@ def _difference_text(name: str, dtype: Any, off: Any, allowed: Any) -> str:
 
 
 def errors(tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], moved: Sequence[Any]) -> jax.Array:
-    """Returns the errors of the results of two versions as ``[results, 5]``, to be read by `verdict`.
+    """Returns the errors of the results of two versions as ``[results, 6]``, to be read by `verdict`.
 
     Args:
       wide: the results in float32.
@@ -157,17 +157,20 @@ def errors(tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], move
     rows = []
     for got, right, exact, other in zip(tuned, plain, wide, moved, strict=True):
         if not right.size:
-            rows.append(jnp.zeros(5))
+            rows.append(jnp.zeros(6))
         elif not jnp.issubdtype(right.dtype, jnp.inexact):
-            rows.append(jnp.concatenate([_errors(right, got)[:2], _errors(right, other)[:2], jnp.zeros(1)]))
+            rows.append(jnp.concatenate([_errors(right, got), _errors(right, other)]))
         else:
             theirs = jnp.maximum(_errors(exact, right), _errors(right, other))
-            rows.append(jnp.concatenate([_errors(exact, got)[:2], theirs[:2], _errors(right, got)[2:]]))
+            rows.append(jnp.concatenate([_errors(exact, got)[:2], _errors(right, got)[2:], theirs]))
     return jnp.stack(rows)
 
 
 def verdict(found: Any, results: Sequence[Any], least: float) -> str | None:
     """Describes the first result whose error exceeds `FACTOR` times that of the plain version; None if none does.
+
+    The same holds for the number of elements that are finite in one version alone: where a sum of huge terms cancels,
+    its rounding decides whether its square overflows.
 
     Args:
       found: from `errors`.
@@ -175,7 +178,7 @@ def verdict(found: Any, results: Sequence[Any], least: float) -> str | None:
       least: the error that is allowed in any case, from `least_rounding`.
     """
     for i, (row, x) in enumerate(zip(np.asarray(found, np.float64), results, strict=True)):
-        off, plain = np.array([*row[:2], row[4]]), np.array([*row[2:4], 0.0])
+        off, plain = row[:3], row[3:]
         unit = max(_unit(x.dtype) / 4, least) if _unit(x.dtype) else 0.0
         allowed = np.maximum(FACTOR * plain, [unit, PEAK * unit, 0.0])
         if not _within(off, allowed):
@@ -294,16 +297,19 @@ class Comparison:
     ) -> None:
         self._plain, self._wide, self._tuned = plain, wide, tuned
         self._operands, self._results, self._least, self._special = operands, results, least, special
-        self._compiled: concurrent.futures.Future[Any] | None = None
+        self._compiled: tuple[concurrent.futures.Future[Any], ...] = ()
 
     def compile(self, beside: concurrent.futures.Executor) -> None:
-        """Lowers the program now, and compiles it beside."""
+        """Lowers the programs now, unless they are, and compiles them beside."""
+        if self._compiled:
+            return
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._operands]
         options = without_autotuning(jax.default_backend())
         run = jax.jit(
             lambda *own: _errors_of(self._plain, self._wide, own, self._tuned(*own)), compiler_options=options
         )
-        self._compiled = beside.submit(run.lower(*structs).compile)
+        lowered = run.lower(*structs), jax.jit(self._draw).lower(*map(np.int32, (0, 0)), np.float32(1))
+        self._compiled = tuple(beside.submit(each.compile) for each in lowered)
 
     def on(self, *operands: Any) -> str | None:
         """Describes how the results for these operands disagree; None if they do not."""
@@ -325,18 +331,24 @@ class Comparison:
         return None
 
     def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
-        if self._compiled is None:
-            with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        compared, _ = self._programs()
+        return verdict(compared(*operands), self._results, least)
+
+    def _programs(self) -> list[Any]:
+        if not self._compiled:
+            with concurrent.futures.ThreadPoolExecutor() as beside:
                 self.compile(beside)
-        assert self._compiled is not None
-        return verdict(self._compiled.result()(*operands), self._results, least)
+        return [each.result() for each in self._compiled]
 
     def _drawn(self, kind: str) -> Sequence[jax.Array]:
-        seed = DRAWS.get(kind, 0)
+        _, draw = self._programs()
+        index = VALUE_KINDS.index(kind) if kind in VALUE_KINDS else -1
+        drawn: list[jax.Array] = draw(*map(np.int32, (DRAWS.get(kind, 0), index)), np.float32(SCALES.get(kind, 1.0)))
+        return drawn
+
+    def _draw(self, seed: jax.Array, kind: jax.Array, scale: jax.Array) -> list[jax.Array]:
         drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._operands)]
-        if kind in SCALES:
-            return [_scaled(x, SCALES[kind]) for x in drawn]
-        return drawn if kind in DRAWS else with_special_values(drawn, kind, integers=False)
+        return [_scaled(x, scale) for x in (checking.altered(drawn, kind) if self._special else drawn)]
 
 
 class RegionComparison:
@@ -420,8 +432,8 @@ def of_product(
     return Comparison(plain, wide, call, args, jax.eval_shape(plain, *args), least_rounding([problem]))
 
 
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    return x * jnp.asarray(factor, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return x * factor.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _errors_of(
@@ -451,5 +463,5 @@ def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Call
     return gradients
 
 
-def _normal(x: Any, seed: int) -> jax.Array:
+def _normal(x: Any, seed: int | jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), x.shape, jnp.float32).astype(x.dtype)

@@ -51,8 +51,10 @@ class InPlace:
     single equations, whose problem does not name their layout, their parameters.
     """
 
-    def __init__(self) -> None:
-        self._comparisons = dict[Kind, Comparison]()
+    def __init__(self, before: InPlace | None = None) -> None:
+        """Creates comparisons; those that `before` has compiled are not compiled again."""
+        self._known: Mapping[Kind, Comparison] = before._comparisons if before else {}
+        self._comparisons: dict[Kind, Comparison] = {}
         self._failed = dict[Kind, str]()
         self._operands = collections.defaultdict[Kind, list[list[Any]]](list)
         self._places, self._runs = collections.Counter[Kind](), collections.Counter[Kind]()
@@ -64,7 +66,7 @@ class InPlace:
         """Returns the region with stages that compute its own equations. Each reads the roots that it needs first."""
         kind = key, ""
         if kind not in self._comparisons:
-            self._comparisons[kind] = RegionComparison(region).with_calls(calls)
+            self._comparisons[kind] = self._known.get(kind) or RegionComparison(region).with_calls(calls)
         order, stages = list[Value](), list[Stage]()
         for stage in region.stages:
             nodes = recognise.equations_between(stage.results, region.roots)
@@ -90,18 +92,22 @@ class InPlace:
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
         kind = key, f"{params} {structs}"
         if kind not in self._comparisons:
-            self._comparisons[kind] = comparison.of_product(problem, call, primitive, params, *structs)
+            made = functools.partial(comparison.of_product, problem, call, primitive, params, *structs)
+            self._comparisons[kind] = self._known.get(kind) or made()
         if self._is_observed(kind):
             jax.debug.callback(functools.partial(self._note, kind), *args)
         return (primitive.bind(*args, **params),)
 
-    def on_random_operands(self, beside: concurrent.futures.Executor) -> Mapping[str, str]:
-        """Compares on random and special operands. Returns the key of each kernel that disagrees or fails -> how."""
+    def compile(self, beside: concurrent.futures.Executor) -> None:
+        """Lowers the programs that compare, and compiles them beside."""
         for kind, each in self._comparisons.items():
             try:
                 each.compile(beside)
             except Exception as error:  # any error of a kernel costs this kernel alone
                 self._failed[kind] = _failure(error)
+
+    def on_random_operands(self) -> Mapping[str, str]:
+        """Compares on random and special operands. Returns the key of each kernel that disagrees or fails -> how."""
         return self._wrong(lambda kind: self._failed.get(kind) or self._on_random_operands(kind))
 
     def _on_random_operands(self, kind: Kind) -> str | None:

@@ -134,7 +134,9 @@ class _Noise:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         real = jnp.finfo(wide).dtype
         unit = bits.astype(real) * jnp.asarray(2.0**-31, real) - jnp.asarray(1, real)
-        return (x.astype(wide) * (1 + unit * jnp.asarray(size, real))).astype(x.dtype)
+        moved = (x.astype(wide) * (1 + unit * jnp.asarray(size, real))).astype(x.dtype)
+        # Without the barrier, XLA computes the noise again in each fusion that reads it, and compiles for long.
+        return lax.optimization_barrier(moved)
 
 
 def _eps(dtype: Any) -> float:

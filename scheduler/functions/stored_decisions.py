@@ -48,15 +48,13 @@ class Stored:
     refused: Mapping[str, str]
     shown: Mapping[str, Any]
 
+    def load_kernels(self) -> None:
+        """Imports the kernels, and with them the libraries that their compiled programs call."""
+        for each in self.shown["replaced"]:
+            load(each.operation).kernel(each.backend)
+
     def program(self) -> bytes:
         return zlib.decompress(base64.b64decode(self.module))
-
-
-def digest(*texts: str) -> str:
-    joined = hashlib.sha256()
-    for text in texts:
-        joined.update(f"{len(text)} {text}".encode())
-    return joined.hexdigest()
 
 
 def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Device], *others: object) -> str | None:
@@ -76,7 +74,8 @@ def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Devic
     chips = [hardware.detect(device).id for device in devices]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     records = dispatch.user_cache().ask(lambda store: store.state())  # of which the kernels are selected
-    return digest(lowered.as_text(), repr((selected, chips, flags, records, others)), _code())
+    rest = repr((selected, chips, flags, records, others, _code()))
+    return hashlib.sha256(lowering_compat.program_bytes(lowered) + rest.encode()).hexdigest()
 
 
 def find(key: str) -> Stored | None:

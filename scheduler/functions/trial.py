@@ -130,6 +130,7 @@ class Trial:
         self.status.step("compiling the version that is used")
         compiled = None
         if known.kept == "tuned" and known.module:
+            known.load_kernels()
             compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
         elif known.kept == "tuned":
             compiled = self._lowered_without(traced, known.refused).lowered.compile()
@@ -157,10 +158,10 @@ class Trial:
         if not compared:
             lowered = lower()
             return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
-        noisy = None
+        noisy, in_place = None, None
         with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
             while True:
-                in_place = InPlace()
+                in_place = InPlace(in_place)
                 observed = lower(refused=refused, in_place=in_place, compared=False)
                 if not observed.replaced and not observed.changes:
                     return observed, None, None
@@ -170,20 +171,22 @@ class Trial:
                     noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
-                self.status.step("comparing each kernel with its equations")
-                if wrong := in_place.on_random_operands(beside):
-                    self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
-                    refused |= wrong
-                    continue
+                in_place.compile(beside)
                 lowered = lower(refused=refused, compared=False)
-                self.status.step("compiling the tuned version")
                 compiled = beside.submit(lowered.lowered.compile)
-                if in_place:
-                    jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
-                if not (wrong := in_place.refusals()):
+                self.status.step("comparing each kernel with its equations")
+                if wrong := in_place.on_random_operands():
+                    self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
+                else:
+                    if in_place:
+                        jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
+                    wrong = in_place.refusals()
+                    self._warn_of(wrong.values())
+                if not wrong:
+                    self.status.step("compiling the tuned version")
                     return lowered, compiled.result(), noisy.result()
-                self._warn_of(wrong.values())
                 refused |= wrong
+                self.status.step("selecting kernels")
 
     def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
         donated = _donated(traced)
