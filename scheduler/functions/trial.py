@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -160,7 +161,8 @@ class Trial:
             lowered = lower()
             return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
         noisy, in_place = None, None
-        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+        # XLA compiles without the interpreter's lock, on several cores each. Some are left for what is lowered here.
+        with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as beside:
             while True:
                 in_place = InPlace(in_place)
                 observed = lower(refuses=refused.get, in_place=in_place, compared=False)
@@ -172,9 +174,9 @@ class Trial:
                     noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
-                in_place.compile(beside)
                 lowered = lower(refuses=refused.get, compared=False)
                 compiled = beside.submit(lowered.lowered.compile)
+                in_place.compile(beside)
                 self.status.step("comparing each kernel with its equations")
                 if wrong := in_place.on_random_operands():
                     self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
