@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +22,7 @@ from scheduler.functions.in_place import InPlace, observe_p
 from scheduler.functions.interleaved import Seconds
 from scheduler.functions.noise import with_noise
 from scheduler.functions.pure import pure_call
-from scheduler.functions.rewrite import replacement_key, with_tuned_calls
+from scheduler.functions.rewrite import Refuses, replacement_key, with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
 from scheduler.functions.selection import Partitioned, Selection, by_tuned_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
@@ -264,7 +263,7 @@ def lower_with_kernels(
     *,
     regions_on: str | None = None,
     partitioned: Partitioned | None = None,
-    refused: Mapping[str, str] = MappingProxyType({}),
+    refuses: Refuses = lambda key: None,
     in_place: InPlace | None = None,
     compared: bool = True,
 ) -> Lowered:
@@ -279,7 +278,7 @@ def lower_with_kernels(
       regions_on: The platform of this process on which regions are compared and replaced, and other changes are
         made. None changes nothing but single equations.
       partitioned: The problems of one device. None leaves everything that XLA partitions to it.
-      refused: The keys of replacements that are not made (`Replaced.keys`, `OTHER_CHANGES`) -> the reason.
+      refuses: Returns why a replacement is not made, by its key (`Replaced.keys`, `OTHER_CHANGES`), or None.
       in_place: Compares each tuned call with the equations that it would replace, which stay.
       compared: Whether regions are compared on random operands first.
 
@@ -291,19 +290,21 @@ def lower_with_kernels(
     products: dict[Replaced, dict[Any, int]] = collections.defaultdict(dict)
     left: collections.Counter[str] = collections.Counter()
     changes: tuple[str, ...] = ()
+    refused = dict[str, str]()
     if regions_on is not None:
         rewritten = with_tuned_calls(
             traced.jaxpr,
             selection,
             regions_on,
             others=True,
-            refused=refused,
+            refuses=refuses,
             in_place=in_place,
             compared=compared,
         )
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)
-        changes, refused = rewritten.changes, rewritten.refused
+        changes = rewritten.changes
+        refused |= rewritten.refused
         regions = list(_replacements(rewritten, selection, regions_on))
     primitives = equations.operations_by_primitive().keys()
     around = equations.layouts_around(traced.jaxpr, primitives)
@@ -326,8 +327,9 @@ def lower_with_kernels(
             left[f"{operation.name}: {vendor.kernel.backend} is selected: {vendor.reason}"] += 1
             return None
         key = replacement_key([(operation, *each) for each in selected])
-        if key in refused:
-            left[f"{operation.name}: {problem}: {refused[key]}"] += 1
+        if (reason := refuses(key)) is not None:
+            refused[key] = reason
+            left[f"{operation.name}: {problem}: {reason}"] += 1
             return None
         for local, local_found in selected:
             products[_replaced(operation, local, local_found, key)][kind] = times.get(kind, 1)

@@ -147,22 +147,25 @@ def _difference_text(name: str, dtype: Any, off: Any, allowed: Any) -> str:
 # A region: its results in float32 are the reference, and the errors of the plain version are the measure.
 
 
-def errors(tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], moved: Sequence[Any]) -> jax.Array:
+def errors(
+    tuned: Sequence[Any], plain: Sequence[Any], wide: Sequence[Any], others: Sequence[Sequence[Any]]
+) -> jax.Array:
     """Returns the errors of the results of two versions as ``[results, 6]``, to be read by `verdict`.
 
     Args:
       wide: the results in float32.
-      moved: the results of the plain version for operands rounded differently.
+      others: the results of other versions that are as good as the plain one.
     """
     rows = []
-    for got, right, exact, other in zip(tuned, plain, wide, moved, strict=True):
+    for i, (got, right, exact) in enumerate(zip(tuned, plain, wide, strict=True)):
+        theirs = [_errors(right, other[i]) for other in others] if right.size else []
         if not right.size:
             rows.append(jnp.zeros(6))
         elif not jnp.issubdtype(right.dtype, jnp.inexact):
-            rows.append(jnp.concatenate([_errors(right, got), _errors(right, other)]))
+            rows.append(jnp.concatenate([_errors(right, got), functools.reduce(jnp.maximum, theirs)]))
         else:
-            theirs = jnp.maximum(_errors(exact, right), _errors(right, other))
-            rows.append(jnp.concatenate([_errors(exact, got)[:2], _errors(right, got)[2:], theirs]))
+            theirs_and_own = functools.reduce(jnp.maximum, [_errors(exact, right), *theirs])
+            rows.append(jnp.concatenate([_errors(exact, got)[:2], _errors(right, got)[2:], theirs_and_own]))
     return jnp.stack(rows)
 
 
@@ -197,6 +200,31 @@ def evaluated_wide(nodes: Sequence[Node], known: Sequence[tuple[Value, Any]], re
         found = _in_float32(node, [read(x) for x in node.inputs])
         values |= {id(x): each for x, each in zip(node.results, found, strict=True) if id(x) not in values}
     return [read(x) for x in results]
+
+
+def evaluated_coarsely(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[Value]) -> list[Any]:
+    """Computes arrays by equations in order. Products of two dtypes round both operands to the narrower one.
+
+    So does a kernel of attention: in models, a gradient of float32 is multiplied by keys of bfloat16.
+    """
+    values = dict(known)
+
+    def read(x: Value) -> Any:
+        return values.get(id(x), x.literal)
+
+    for node in nodes:
+        args = [read(x) for x in node.inputs]
+        if node.name == "dot_general":
+            narrow = min((x.dtype for x in args), key=lambda dtype: jnp.finfo(dtype).bits if _unit(dtype) else 64)
+            args = [lax.optimization_barrier(x.astype(narrow)).astype(x.dtype) for x in args]
+        found = lowering_compat.evaluate_equation(node.equation, *args)
+        values |= {id(x): each for x, each in zip(node.results, found, strict=True) if id(x) not in known}
+    return [read(x) for x in results]
+
+
+def mixes_dtypes(nodes: Iterable[Node]) -> bool:
+    """Returns whether a product among the equations has operands of two dtypes."""
+    return any(node.name == "dot_general" and len({x.dtype for x in node.inputs}) > 1 for node in nodes)
 
 
 def _in_float32(node: Node, args: Sequence[Any]) -> Sequence[Any]:
@@ -283,6 +311,7 @@ class Comparison:
       operands, results: Their shapes and dtypes.
       least: From `least_rounding`.
       special: The kinds of special operands on which the results must agree.
+      coarse: The equations with rounded operands of products (`evaluated_coarsely`), if that changes anything.
     """
 
     def __init__(
@@ -294,8 +323,9 @@ class Comparison:
         results: Sequence[Any],
         least: float,
         special: Sequence[str] = (),
+        coarse: Callable[..., Any] | None = None,
     ) -> None:
-        self._plain, self._wide, self._tuned = plain, wide, tuned
+        self._plain, self._wide, self._tuned, self._coarse = plain, wide, tuned, coarse
         self._operands, self._results, self._least, self._special = operands, results, least, special
         self._compiled: tuple[concurrent.futures.Future[Any], ...] = ()
 
@@ -305,9 +335,7 @@ class Comparison:
             return
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._operands]
         options = without_autotuning(jax.default_backend())
-        run = jax.jit(
-            lambda *own: _errors_of(self._plain, self._wide, own, self._tuned(*own)), compiler_options=options
-        )
+        run = jax.jit(lambda *own: self._errors(own, self._tuned(*own)), compiler_options=options)
         lowered = run.lower(*structs), jax.jit(self._draw).lower(*map(np.int32, (0, 0)), np.float32(1))
         self._compiled = tuple(beside.submit(each.compile) for each in lowered)
 
@@ -324,11 +352,21 @@ class Comparison:
             wrong = self._verdict(operands, least)
             if wrong and kind not in DRAWS:
                 # Of 0 times infinity XLA makes 0 where it fuses a mask, but not if equations run one by one.
-                found = _errors_of(self._plain, self._wide, operands, jax.jit(self._tuned)(*operands))
+                found = self._errors(operands, jax.jit(self._tuned)(*operands))
                 wrong = verdict(found, self._results, least) and wrong
             if wrong:
                 return f"{wrong} ({kind} operands)"
         return None
+
+    def _errors(self, operands: Sequence[Any], tuned: Sequence[Any]) -> jax.Array:
+        # Without the barrier, XLA drops roundings whose results are widened at once.
+        tuned, right = lax.optimization_barrier((list(tuned), list(self._plain(*operands))))
+        narrow = all(
+            _unit(x.dtype) for x in right
+        )  # narrow dtypes round more than the operands of their float32 version
+        moved = [x if narrow and _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(operands)]
+        others = [self._plain(*moved), *([self._coarse(*operands)] if self._coarse else [])]
+        return errors(tuned, right, self._wide(*operands), others)
 
     def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
         compared, _ = self._programs()
@@ -373,6 +411,10 @@ class RegionComparison:
     def _plain(self, *roots: Any) -> list[Any]:
         return self._evaluated(roots, self._region.results)
 
+    def _coarse(self, *roots: Any) -> list[Any]:
+        known = dict(zip(map(id, self._region.roots), roots, strict=True))
+        return evaluated_coarsely(self._nodes, known, self._region.results)
+
     def _wide(self, *roots: Any) -> list[Any]:
         return evaluated_wide(self._nodes, list(zip(self._region.roots, roots, strict=True)), self._region.results)
 
@@ -390,7 +432,8 @@ class RegionComparison:
     def with_calls(self, calls: Sequence[TunedCall]) -> Comparison:
         """Returns the comparison of the region with calls of its stages."""
         tuned, roots = self._tuned(calls), self._region.roots
-        return Comparison(self._plain, self._wide, tuned, roots, self._results, self._least, self._special())
+        coarse = self._coarse if mixes_dtypes(self._nodes) else None
+        return Comparison(self._plain, self._wide, tuned, roots, self._results, self._least, self._special(), coarse)
 
     def of_gradients(self, calls: Sequence[TunedCall]) -> str | None:
         """Describes how the gradients of the region and of calls disagree; None if they do not, or without calls."""
@@ -434,18 +477,6 @@ def of_product(
 
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * factor.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _errors_of(
-    plain: Callable[..., Any], wide: Callable[..., Any], roots: Sequence[Any], tuned: Sequence[Any]
-) -> jax.Array:
-    # Without the barrier, XLA drops roundings whose results are widened at once.
-    tuned, right = lax.optimization_barrier((list(tuned), list(plain(*roots))))
-    if all(_unit(x.dtype) for x in right):  # narrow dtypes round more than the operands of their float32 version
-        moved_roots = [x if _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(roots)]
-    else:
-        moved_roots = [rounded_differently(x, i) for i, x in enumerate(roots)]
-    return errors(tuned, right, wide(*roots), plain(*moved_roots))
 
 
 def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ mlir.register_lowering(observe_p, _lower)
 
 
 FAILED = "its kernels failed"
+# Operands of more bytes are handed out once: JAX copies some 0.3 GB/s to the host (H200).
+SMALL_BYTES = 2**26
 # The key of a replacement, and what else a comparison depends on.
 Kind = tuple[str, str]
 
@@ -47,8 +50,8 @@ class InPlace:
     """The comparisons of one version of a function, by the keys of its replacements (`rewrite.replacement_key`).
 
     A function that is lowered with these comparisons computes its own equations. It hands out the operands of what
-    would be replaced, at the first, second, fourth and eighth place of each kind, and so on. A kind is a key, and for
-    single equations, whose problem does not name their layout, their parameters.
+    would be replaced, at the first place of each kind, and if they are small at the second, fourth, and so on. A kind
+    is a key, and for single equations, whose problem does not name their layout, their parameters.
     """
 
     def __init__(self, before: InPlace | None = None) -> None:
@@ -94,7 +97,7 @@ class InPlace:
         if kind not in self._comparisons:
             made = functools.partial(comparison.of_product, problem, call, primitive, params, *structs)
             self._comparisons[kind] = self._known.get(kind) or made()
-        if self._is_observed(kind):
+        if self._is_observed(kind, structs):
             jax.debug.callback(functools.partial(self._note, kind), *args)
         return (primitive.bind(*args, **params),)
 
@@ -142,14 +145,15 @@ class InPlace:
         return {kind[0]: text for kind in self._comparisons if (text := found(kind))}
 
     def _observer(self, kind: Kind, roots: Sequence[Value]) -> Callable[[Mapping[int, Any]], None] | None:
-        if not self._is_observed(kind):
+        if not self._is_observed(kind, roots):
             return None
         note = functools.partial(self._note, kind)
         return lambda given: observe_p.bind(*(given[id(x)] for x in roots), observe=note)
 
-    def _is_observed(self, kind: Kind) -> bool:
+    def _is_observed(self, kind: Kind, operands: Sequence[Any]) -> bool:
         self._places[kind] += 1
-        return _is_power_of_two(self._places[kind])
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
+        return self._places[kind] == 1 or (size <= SMALL_BYTES and _is_power_of_two(self._places[kind]))
 
     def _note(self, kind: Kind, *operands: Any) -> None:
         self._runs[kind] += 1

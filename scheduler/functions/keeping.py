@@ -13,7 +13,7 @@ import jax
 from scheduler.functions import ablation, decided, interleaved
 from scheduler.functions.ablation import AblationResult, Lowered, Reference, Replaced, Run
 from scheduler.functions.interleaved import Seconds
-from scheduler.functions.rewrite import OTHER_CHANGES
+from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
 
 # Maximum number of groups, each of which costs a compilation.
 MOST_GROUPS = 4
@@ -126,14 +126,14 @@ class Keeping:
     Attributes:
       plain: Calls the plain function.
       noisy: Computes the plain results with rounding noise, for a seed.
-      lower: Lowers the function without the replacements of these keys -> reasons. It compares and searches nothing.
+      lower: Lowers the function without what is refused. It compares and searches nothing.
       calling: Returns what calls a compiled version.
       step: Says what is waited for.
     """
 
     plain: Run
     noisy: Callable[[int], Any]
-    lower: Callable[[Mapping[str, str]], Lowered]
+    lower: Callable[[Refuses], Lowered]
     calling: Callable[[Any], Run]
     time: Time
     step: Callable[[str], None]
@@ -209,17 +209,9 @@ class Keeping:
 
     def _without(self, everything: Version, left_out: Iterable[Group]) -> Lowered:
         """Lowers the function without groups, and without kernels that only what they replace would make possible."""
-        known = _keys(everything.lowered)
-        refused = dict(everything.lowered.refused) | {key: DROPPED for group in left_out for key in group.keys}
-        while True:
-            lowered = self.lower(refused)
-            if not (new := _keys(lowered) - known):
-                return lowered
-            refused |= dict.fromkeys(new, WITHIN_DROPPED)
-
-
-def _keys(lowered: Lowered) -> set[str]:
-    return {key for each in lowered.replaced for key in each.keys}
+        known = {OTHER_CHANGES, *(key for each in everything.lowered.replaced for key in each.keys)}
+        refused = {**everything.lowered.refused, **{key: DROPPED for group in left_out for key in group.keys}}
+        return self.lower(lambda key: refused.get(key) or (None if key in known else WITHIN_DROPPED))
 
 
 def _chosen(times: Mapping[str, Seconds], versions: Iterable[str], preferred: str) -> str:

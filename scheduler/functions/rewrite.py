@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +27,8 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Region
 
+# Returns why a replacement is not made, by its key, or None.
+Refuses = Callable[[str], str | None]
 # The key of all changes that need no tuned call, in the mapping of replacements that are not made.
 OTHER_CHANGES = "other changes"
 
@@ -38,7 +39,7 @@ def with_tuned_calls(
     platform: str,
     *,
     others: bool = False,
-    refused: Mapping[str, str] = MappingProxyType({}),
+    refuses: Refuses = lambda key: None,
     in_place: InPlace | None = None,
     compared: bool = True,
 ) -> Rewritten:
@@ -50,7 +51,7 @@ def with_tuned_calls(
       selection: how kernels are selected.
       platform: the platform of this process on which the calls run.
       others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
-      refused: the keys of replacements that are not made -> the reason; `OTHER_CHANGES` for the changes.
+      refuses: returns why a replacement is not made, by its key, or None; `OTHER_CHANGES` is that of the changes.
       in_place: compares each region that would be replaced; the equations of these regions stay.
       compared: whether regions are compared on random operands first.
 
@@ -79,10 +80,11 @@ def with_tuned_calls(
     def placed(region: Region) -> list[TunedCall]:
         return [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
 
-    disagreeing = dict[str, str]()
+    refused = dict[str, str]()
 
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
-        if refused and (reason := refused.get(key(region))) is not None:
+        if (reason := refuses(key(region))) is not None:
+            refused[key(region)] = reason
             return reason
         if not compared:
             return None
@@ -93,17 +95,19 @@ def with_tuned_calls(
         what = (platform, *selection.options.values(), *shardings)
         wrong = comparison.region_disagreement(region, placed(region), what, differentiable)
         if wrong is not None:
-            disagreeing[key(region)] = wrong
+            refused[key(region)] = wrong
         return wrong
 
     def observe(region: Region) -> Region:
         assert in_place is not None
         return in_place.region(key(region), region, placed(region))
 
-    changes_on = platform if others and OTHER_CHANGES not in refused else None
+    changes_on = platform if others else None
+    if others and (reason := refuses(OTHER_CHANGES)) is not None:
+        changes_on, refused[OTHER_CHANGES] = None, reason
     observing = None if in_place is None else observe
     rewriter = Rewriter(unless, selection.call, check, changes_on, last=others, observe=observing, key=key)
-    return dataclasses.replace(rewriter.rewrite(jaxpr), refused={**refused, **disagreeing})
+    return dataclasses.replace(rewriter.rewrite(jaxpr), refused=refused)
 
 
 def replacement_key(selected: Iterable[tuple[Operation[Any], Problem, Decision]], equations: str = "") -> str:

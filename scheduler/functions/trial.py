@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.keeping import Keeping, Version
 from scheduler.functions.noise import with_noise
+from scheduler.functions.rewrite import Refuses
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
@@ -137,19 +139,19 @@ class Trial:
                 known.load_kernels()
                 compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
             elif known.kept == "tuned":
-                compiled = self._lowered_without(traced, known.refused).lowered.compile()
+                compiled = self._lowered_without(traced, known.refused.get).lowered.compile()
         except Exception:  # whatever fails is left out when the function is decided again
             return None
         reason = f"{known.reason} (decided on {known.date})"
         return Decided(self.function, self.given.text(), compiled, reason, **known.shown)
 
-    def _lowered_without(self, traced: Any, refused: Mapping[str, str]) -> Lowered:
-        """Lowers the version without the replacements of these keys -> reasons. Nothing is compared or searched."""
+    def _lowered_without(self, traced: Any, refuses: Refuses) -> Lowered:
+        """Lowers the version without what is refused. Nothing is compared or searched."""
         options = {
             name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
-        return ablation.lower_with_kernels(traced, options, **self._where, refused=refused, compared=False)
+        return ablation.lower_with_kernels(traced, options, **self._where, refuses=refuses, compared=False)
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
@@ -165,10 +167,11 @@ class Trial:
             lowered = lower()
             return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
         noisy, in_place = None, None
-        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+        # XLA compiles without the interpreter's lock, on several cores each. Some are left for what is lowered here.
+        with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as beside:
             while True:
                 in_place = InPlace(in_place)
-                observed = lower(refused=refused, in_place=in_place, compared=False)
+                observed = lower(refuses=refused.get, in_place=in_place, compared=False)
                 if not observed.replaced and not observed.changes:
                     return observed, None, None
                 if noisy is None:
@@ -177,9 +180,9 @@ class Trial:
                     noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
-                in_place.compile(beside)
-                lowered = lower(refused=refused, compared=False)
+                lowered = lower(refuses=refused.get, compared=False)
                 compiled = beside.submit(lowered.lowered.compile)
+                in_place.compile(beside)
                 self.status.step("comparing each kernel with its equations")
                 if wrong := in_place.on_random_operands():
                     self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
