@@ -285,6 +285,11 @@ def device_count(lowered: Any) -> int:
     return int(lowered._lowering.compile_args["num_devices"])
 
 
+def compiler_options(lowered: Any) -> dict[str, Any]:
+    """Returns the compiler options of the `jax.jit` of a lowered function."""
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 def module_bytes(lowered: Any, plain: Any) -> bytes | None:
     """Returns the program of a lowered function, to be put in place of that of `plain` by `with_module`.
 

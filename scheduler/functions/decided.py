@@ -18,7 +18,7 @@ SEVERAL_PROCESSES = (
     f"{XLA_IS_USED}: each process of a job would decide for itself, and processes could differ: give them one plan "
     "(scheduler.plan)"
 )
-NOTHING_REPLACED = f"{XLA_IS_USED}: no kernel is selected for its matmuls, grouped products, attention or row programs"
+NOTHING_REPLACED = f"{XLA_IS_USED}: no kernel can be used for its matmuls, grouped products, attention or row programs"
 NONE_ON_A_CPU = f"{XLA_IS_USED}: there is no kernel for a CPU, and other changes are not tried there"
 PLANNED = "from the plan, identically in all processes of the job"
 UNTIMED = "not timed"

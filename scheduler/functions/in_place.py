@@ -124,12 +124,15 @@ class InPlace:
         return reason.startswith(FAILED) or (key, "") not in self._comparisons
 
     def refusals(self) -> Mapping[str, str]:
-        """Compares on the operands handed out. Returns the key of each kernel that disagrees -> how."""
+        """Compares on the operands handed out, and frees them. Returns the key of each kernel that disagrees -> how.
+
+        JAX caches the lowered callbacks, and with them this object, as long as the function lives.
+        """
         jax.effects_barrier()
         return self._wrong(self._on_own_operands)
 
     def _on_own_operands(self, kind: Kind) -> str | None:
-        for operands in self._operands[kind]:
+        for operands in self._operands.pop(kind, ()):
             try:
                 wrong = self._comparisons[kind].on(*operands)
             except jax.errors.JaxRuntimeError:  # beside the function's arrays, float32 may need too much memory

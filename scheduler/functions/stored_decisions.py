@@ -74,22 +74,22 @@ def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Devic
     chips = [hardware.detect(device).id for device in devices]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     records = dispatch.user_cache().ask(lambda store: store.state())  # of which the kernels are selected
-    rest = repr((selected, chips, flags, records, others, _code()))
+    compiler_options = lowering_compat.compiler_options(lowered)
+    rest = repr((selected, chips, flags, compiler_options, records, others, _code()))
     return hashlib.sha256(lowering_compat.program_bytes(lowered) + rest.encode()).hexdigest()
 
 
 def find(key: str) -> Stored | None:
-    """Returns the stored decision; None if there is none, or one of another form."""
-    text = dispatch.user_cache().decision(key)
-    try:
-        found = Stored(**json.loads(text or ""))
-        shown = dict(found.shown)
-        shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
-        shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
-        shown["replaced"] = tuple(map(_replaced, shown["replaced"]))
-        return dataclasses.replace(found, shown=shown)
-    except (KeyError, TypeError, ValueError):
+    """Returns the stored decision; None if there is none, or one that was changed since."""
+    digest, _, text = (dispatch.user_cache().decision(key) or "").partition(" ")
+    if digest != _digest(key, text):
         return None
+    found = Stored(**json.loads(text))
+    shown = dict(found.shown)
+    shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
+    shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
+    shown["replaced"] = tuple(map(_replaced, shown["replaced"]))
+    return dataclasses.replace(found, shown=shown)
 
 
 def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
@@ -114,7 +114,12 @@ def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
         lowered.refused,
         shown | {"replaced": [_replaced_fields(each) for each in decision.replaced]},
     )
-    dispatch.user_cache().put_decision(key, json.dumps(dataclasses.asdict(stored)))
+    text = json.dumps(dataclasses.asdict(stored))
+    dispatch.user_cache().put_decision(key, f"{_digest(key, text)} {text}")
+
+
+def _digest(key: str, text: str) -> str:
+    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()
 
 
 _TEXTS = ("operation", "backend", "schedule", "reason", "line", "times", "keys")

@@ -92,7 +92,7 @@ class Trial:
                 return found
             lowered, compiled, noisy = self._compiled(traced, compared=not several)
             if compiled is None:
-                return self._decision(decided.NOTHING_REPLACED, lowered)
+                return self._stored(key, traced, lowered, self._decision(decided.NOTHING_REPLACED, lowered))
             if several:
                 return self._uses(decided.PLANNED, lowered, compiled)
             return self._try_both(key, lowered, compiled, noisy, traced)
@@ -126,16 +126,22 @@ class Trial:
         return stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
 
     def _recalled(self, key: str, traced: Any) -> Decided | None:
-        """Returns the decision of an earlier process, for which only the version that is used is compiled."""
+        """Returns the decision of an earlier process, for which only the version that is used is compiled.
+
+        Returns None if there is no such decision, or if its version cannot be compiled in this process.
+        """
         if (known := stored_decisions.find(key)) is None:
             return None
         self.status.step("compiling the version that is used")
         compiled = None
-        if known.kept == "tuned" and known.module:
-            known.load_kernels()
-            compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
-        elif known.kept == "tuned":
-            compiled = self._lowered_without(traced, known.refused.get).lowered.compile()
+        try:
+            if known.kept == "tuned" and known.module:
+                known.load_kernels()
+                compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
+            elif known.kept == "tuned":
+                compiled = self._lowered_without(traced, known.refused.get).lowered.compile()
+        except Exception:  # whatever fails is left out when the function is decided again
+            return None
         reason = f"{known.reason} (decided on {known.date})"
         return Decided(self.function, self.given.text(), compiled, reason, **known.shown)
 
@@ -207,7 +213,8 @@ class Trial:
         everything = Version(lowered, compiled, calling(compiled))
         expected = jax.block_until_ready(plain())
         if wrong := comparison.disagreement(expected, everything.run(), with_noise):
-            return self._fall_back(f"the tuned version computed different results: {wrong}", lowered)
+            reason = f"the tuned version computed different results: {wrong}"
+            return self._stored(key, traced, lowered, self._fall_back(reason, lowered))
         del expected
         measured: dict[str, Any] = {
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),

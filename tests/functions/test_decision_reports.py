@@ -195,8 +195,8 @@ def test_the_line_names_each_step_of_a_decision(as_stderr):
     assert list(dict.fromkeys(steps)) == [
         "tracing",
         "selecting kernels",
-        "compiling the tuned version",
         "comparing each kernel with its equations",
+        "compiling the tuned version",
         "comparing the results of both versions",
         "timing both versions",
     ]

@@ -13,7 +13,7 @@ import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.functions import ablation, comparison, interleaved, stored_decisions
 from scheduler.functions.stored_decisions import key_of
-from search_spaces import load
+from search_spaces import load, lowering_compat
 
 ON_CPU = {"backends": "interpret"}
 X = jnp.arange(64.0).reshape(8, 8) / 64
@@ -73,6 +73,7 @@ def test_other_shapes_options_and_functions_are_decided(work):
         (lambda x: x @ x + 1, X, {"keep": "tuned"}),
         (lambda x: x @ x, X, {"keep": "faster", "seconds": 0.0}),
         (lambda x: x @ x, X, {"keep": "tuned", "donate_argnums": 0}),
+        (lambda x: x @ x, X, {"keep": "tuned", "compiler_options": {"xla_cpu_enable_fast_math": True}}),
     ]:
         work.clear()
         another_process(fn, **options)(x + 0)
@@ -157,10 +158,45 @@ def test_another_process_leaves_out_the_kernel_that_disagreed(work, monkeypatch,
     assert any("disagree" in reason for reason in after.left)
 
 
-def test_a_malformed_decision_is_decided_again(work):
+@pytest.mark.parametrize("change", ["'{}'", 'replace(decision, \'"module": "\', \'"module": "A\')'])
+def test_a_malformed_decision_is_decided_again(work, change):
     another_process(lambda x: x @ x, keep="tuned")(X)
     with dispatch.user_cache()._user._database.write() as connection:
-        assert connection.execute(sa.text("UPDATE decisions SET decision = '{}'")).rowcount == 1
+        assert connection.execute(sa.text(f"UPDATE decisions SET decision = {change}")).rowcount == 1
     work.clear()
-    another_process(lambda x: x @ x, keep="tuned")(X)
+    again = another_process(lambda x: x @ x, keep="tuned")
+    again(X)
     assert work
+    assert again.decisions[0].kept == "tuned"
+
+
+def test_a_version_that_no_longer_compiles_is_decided_again(work, monkeypatch):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    monkeypatch.setattr(lowering_compat, "with_module", lambda *_: None)
+    work.clear()
+    again = another_process(lambda x: x @ x, keep="tuned")
+    again(X)
+    assert work
+    assert again.decisions[0].kept == "tuned"
+
+
+@pytest.mark.parametrize("change", [two_percent_off, None])
+def test_another_process_finds_that_no_kernel_is_used(work, monkeypatch, change):
+    kernel = type(load("matmul").kernel("interpret"))
+    run = kernel.run
+    if change:
+        monkeypatch.setattr(kernel, "run", lambda *args, **how: change(run(*args, **how)))
+    else:
+        monkeypatch.setattr(comparison, "disagreement", lambda *_: work.append("disagreement") or "2 % off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = another_process(lambda x: x @ x, keep="tuned")
+        first(X)
+    work.clear()
+    second = another_process(lambda x: x @ x, keep="tuned")
+    second(X)
+    assert work == []
+    (before,), (after,) = first.decisions, second.decisions
+    assert before.kept == after.kept == "plain"
+    assert after.reason.startswith(before.reason)
+    assert (after.left, after.replaced) == (before.left, before.replaced)
