@@ -178,7 +178,7 @@ def test_an_optimized_step_updates_modules_once_and_as_the_original(jitted, opti
     fast = scheduler.optimize(jitted(step), **options)
     assert_same_effects(fast, kind=Model, rows=(3, 3, 5) if kept else (3, 3))
     for decided in fast.decisions:
-        assert len(decided.replaced) == 3
+        assert len(decided.replaced) == 3 or decided.groups  # of which slow ones are dropped
         assert decided.kept == kept or decided.plain.rounds > 0
 
 
