@@ -224,18 +224,11 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
       kind: one of `VALUE_KINDS`.
       integers: whether integers are changed, too: they may be lengths or indices.
     """
-    made, first = [], True
-    shape = next((x.shape for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)), None)
-    for number, x in enumerate(operands):
-        floats = jnp.issubdtype(x.dtype, jnp.inexact)
-        # With a mean in both factors of a product, the rounding of its sum would hide everything else.
-        if kind == "offset" and x.shape != shape:
-            pass
-        elif floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
-            x = run_program(_altered, x, jnp.int32(VALUE_KINDS.index(kind)), jnp.uint32(number), first=first)
-        # With a NaN in each row of a product's second factor, all results would be NaN.
-        first = first and not floats
-        made.append(x)
+    made = [*operands]
+    for number, first, in_offset in _changed(operands, integers=integers):
+        if kind != "offset" or in_offset:
+            how = jnp.int32(VALUE_KINDS.index(kind)), jnp.uint32(number)
+            made[number] = run_program(_altered, operands[number], *how, first=first)
     return tuple(made)
 
 
@@ -245,15 +238,25 @@ def altered(operands: Sequence[jax.Array], kind: jax.Array) -> list[jax.Array]:
     Args:
       kind: the index in `VALUE_KINDS`; -1 changes nothing.
     """
-    made, first = [], True
+    made = [*operands]
+    for number, first, in_offset in _changed(operands, integers=False):
+        changes = (kind >= 0) & (in_offset | (kind != VALUE_KINDS.index("offset")))
+        new = _altered(operands[number], kind, jnp.uint32(number), first=first)
+        made[number] = jnp.where(changes, new, operands[number])
+    return made
+
+
+def _changed(operands: Sequence[jax.Array], *, integers: bool) -> Iterator[tuple[int, bool, bool]]:
+    """Yields the index of each operand that changes, whether it is the first, and whether it does for "offset"."""
+    first = True
     shape = next((x.shape for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)), None)
     for number, x in enumerate(operands):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            changes = (kind >= 0) & ((x.shape == shape) | (kind != VALUE_KINDS.index("offset")))
-            x = jnp.where(changes, _altered(x, kind, jnp.uint32(number), first=first), x)
-            first = False
-        made.append(x)
-    return made
+        floats = jnp.issubdtype(x.dtype, jnp.inexact)
+        if floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
+            # With a mean in both factors of a product, the rounding of its sum would hide everything else.
+            yield number, first, x.shape == shape
+        # With a NaN in each row of a product's second factor, all results would be NaN.
+        first = first and not floats
 
 
 @functools.partial(jax.jit, static_argnames="first")
