@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -180,17 +180,24 @@ class Trial:
                     noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
-                lowered = lower(refuses=refused.get, compared=False)
-                compiled = beside.submit(lowered.lowered.compile)
+                failed = None
+                try:
+                    lowered = lower(refuses=refused.get, compared=False)
+                    compiled = beside.submit(lowered.lowered.compile)
+                except Exception as error:  # if one kernel fails, its comparison does, too
+                    failed = error
                 in_place.compile(beside)
                 self.status.step("comparing each kernel with its equations")
                 if wrong := in_place.on_random_operands():
-                    self._warn_of(reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason))
+                    unexpected = {key: reason for key, reason in wrong.items() if in_place.is_unexpected(key, reason)}
+                    self._warn_of(unexpected, observed)
+                elif failed is not None:
+                    raise failed
                 else:
                     if in_place:
                         jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
                     wrong = in_place.refusals()
-                    self._warn_of(wrong.values())
+                    self._warn_of(wrong, observed)
                 if not wrong:
                     self.status.step("compiling the tuned version")
                     return lowered, compiled.result(), noisy.result()
@@ -265,9 +272,10 @@ class Trial:
         self._warn(reason)
         return self._decision(reason, lowered)
 
-    def _warn_of(self, reasons: Iterable[str]) -> None:
-        for reason in reasons:
-            self._warn(f"a kernel is not used: {reason}")
+    def _warn_of(self, wrong: Mapping[str, str], lowered: Lowered) -> None:
+        for key, reason in wrong.items():
+            kernels = " and ".join(each.name for each in lowered.replaced if key in each.keys)
+            self._warn(f"a kernel is not used: {kernels}: {reason}")
 
     def _warn(self, message: str) -> None:
         self.status.erase()

@@ -349,6 +349,20 @@ def test_a_kernel_that_fails_is_left_out_with_a_warning(monkeypatch):
     assert fast.decisions[0].kept == "plain"
 
 
+def test_attention_that_fails_is_left_out_alone(monkeypatch):
+    def broken(*args, **kwargs):
+        raise NotImplementedError("no layout for this head")
+
+    monkeypatch.setattr(type(load("flash_attention").kernel("interpret")), "run", broken)
+    fast = scheduler.optimize(lambda q, x: (jax.nn.dot_product_attention(q, q, q), x @ x), **ON_CPU)
+    with pytest.warns(RuntimeWarning, match="a kernel is not used: flash_attention .*q_len=8.*no layout"):
+        fast(normal(1, 8, 2, 4), normal(6, 6))
+    (decided,) = fast.decisions
+    assert decided.kept == "tuned"
+    assert "flash_attention" not in {each.operation for each in decided.replaced}
+    assert any("m=6" in problem for problem in problems(decided))
+
+
 def faulty(monkeypatch, operation, change):
     """Makes the interpreted kernel of an operation return ``change(result)``."""
     kernel = type(load(operation).kernel("interpret"))
