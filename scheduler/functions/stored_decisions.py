@@ -23,6 +23,7 @@ from scheduler.dispatch.several_processes import digest_of_code
 from scheduler.dispatch.stored import Times
 from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.decided import Decided
+from scheduler.functions.in_place import FAILED
 from scheduler.functions.interleaved import Seconds
 from search_spaces import load, lowering_compat
 
@@ -95,8 +96,11 @@ def find(key: str) -> Stored | None:
 def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
     """Stores a decision about a lowered version. A store that cannot be written is a warning.
 
-    Nothing is stored about kernels from elsewhere, whose code the key does not contain.
+    Nothing is stored about kernels from elsewhere, whose code the key does not contain, or if a kernel failed, which
+    may be for want of memory.
     """
+    if any(reason.startswith(FAILED) for reason in lowered.refused.values()):
+        return
     kernels = [load(each.operation).kernel(each.backend) for each in lowered.replaced]
     if any(not type(kernel).__module__.startswith("search_spaces.") for kernel in kernels):
         return
