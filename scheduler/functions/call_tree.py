@@ -346,6 +346,7 @@ def parameters_of(fn: Any) -> list[str]:
 
 
 def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Call:
+    given, named = tuple(map(opened_object, given)), {name: opened_object(x) for name, x in named.items()}
     held, held_by_name = tuple[Any, ...](), dict[str, Any]()
     inner: Any = fn
     while isinstance(inner, functools.partial | types.MethodType):
@@ -372,7 +373,7 @@ def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
 
 def opened_object(x: Any) -> Any:
     """Returns an object that holds arrays or state as an `Instance`; any other value unchanged."""
-    if isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
+    if is_array(x) or isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
         return x
     if module_libraries.is_flax_node(x) or not jax.tree_util.all_leaves([x]) or not hasattr(x, "__dict__"):
         return x

@@ -37,6 +37,21 @@ def test_leaves_that_are_no_arrays_are_static_in_arguments_and_results():
     assert len(fast.decisions) == 4  # the number 3 is an input like 2
 
 
+class Weights:
+    def __init__(self, w):
+        self.w = w
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_arrays_of_a_plain_object_are_inputs(by_name):
+    fast, weights = scheduler.optimize(lambda x, weights: x @ weights.w, backends="interpret"), Weights(batch(4))
+    for factor in (1, 2):
+        weights.w = factor * weights.w
+        found = fast(batch(3), weights=weights) if by_name else fast(batch(3), weights)
+        assert_same(found, batch(3) @ weights.w)
+    assert len(fast.decisions) == 1
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class State:
