@@ -312,7 +312,8 @@ def are_explicit(avals: Iterable[Any]) -> bool:
 
 def names_sharding(out_sharding: Any) -> bool:
     """Returns whether this parameter of an equation divides its result: on automatic axes XLA decides that."""
-    return out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
+    mesh = getattr(out_sharding, "mesh", None)  # a `PartitionSpec` has none
+    return out_sharding is not None and (mesh is None or AxisType.Explicit in mesh.axis_types)
 
 
 def is_partitioned(axis_context: Any) -> bool:

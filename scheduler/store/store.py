@@ -396,18 +396,14 @@ class Store:
         return found
 
     def state(self) -> str:
-        """Returns a text that changes if records, ranges or constants are added, replaced or removed.
-
-        Raises:
-          StoreError: the cache cannot be read.
-        """
+        """Returns a text that changes if records, ranges or constants do; raises a StoreError if it cannot be read."""
         sums = (
             (SCHEDULES, sa.func.sum(SCHEDULES.c.median_s)),
             (RANGES, sa.func.sum(sa.func.length(RANGES.c.range))),
             (CONSTANTS, sa.func.sum(sa.func.length(CONSTANTS.c.calibration))),
         )
-        columns: list[tuple[Any, list[Any]]] = [(of, [sa.func.count(), x]) for of, x in sums]
-        asked = [sa.select(*counted).select_from(of) for of, counted in columns]
+        columns: list[Any] = [[sa.func.count(), x] for _, x in sums]
+        asked = [sa.select(*each).select_from(of) for (of, _), each in zip(sums, columns, strict=True)]
         return repr([tuple(row) for query in asked for row in self._database.select(query) if row[0]])
 
     def put_decision(self, key: str, decision: str) -> None:
