@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax import export
 
 from scheduler.dispatch.dispatch import Decision
 from search_spaces.fingerprint import digest
 from search_spaces.problem import Problem
 
+if TYPE_CHECKING:
+    from jax import export
+
 # The lowering of a Pallas kernel by Mosaic GPU infers its layouts in Python: 0.1 to 0.6 s, of which tracing takes a
 # tenth (JAX 0.10 to 0.12). Lowered kernels have some 50 KB each.
 _MOST_KERNELS = 256
-_KERNELS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 # Kernel's equations, chip -> the exported kernel; None if `jax.export` refuses it.
 _lowered: dict[tuple[str, str], export.Exported | None] = {}
 _lock = threading.Lock()
@@ -47,7 +48,10 @@ def results(found: Decision, problem: Problem, params: Mapping[str, Any], *opera
 
 
 def _exported(jitted: Any, avals: list[jax.ShapeDtypeStruct]) -> export.Exported | None:
+    from jax import export  # only programs of GPUs need it
+
+    kernels = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
     try:
-        return export.export(jitted, platforms=("cuda",), disabled_checks=_KERNELS)(*avals)
+        return export.export(jitted, platforms=("cuda",), disabled_checks=kernels)(*avals)
     except ValueError:  # a call of a compiler other than Mosaic GPU
         return None

@@ -335,7 +335,8 @@ def lower_with_kernels(
             products[_replaced(operation, local, local_found, key)][kind] = times.get(kind, 1)
         if in_place is None or "preferred_element_type" not in params:  # cuDNN computes nothing in float32
             return by_tuned_call(operation, matched, options[operation.name])
-        run = by_tuned_call(operation, matched, options[operation.name], selection.placed)
+        placed = functools.partial(selection.placed, operation, problem)
+        run = by_tuned_call(operation, matched, options[operation.name], placed)
         return functools.partial(in_place.product, key, problem, run, primitive, params)
 
     answers = {primitive: functools.partial(answer, primitive) for primitive in equations.operations_by_primitive()}

@@ -87,16 +87,12 @@ def by_tuned_call(
     operation: Operation[Any],
     matched: MatchedEquation[Any],
     options: Options,
-    placed: Callable[[Operation[Any], Problem, Sequence[Any]], Sequence[Any]] = lambda operation, problem, operands: (
-        operands
-    ),
+    placed: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that computes an equation by a tuned call on operands from `placed`."""
-    problem, params = matched.problem, Params(matched.params.items())
-    how = {"operation": operation, "problem": problem, "params": params, "options": options}
-    return lambda *args: matched.restore(
-        *tuned_call_p.bind(*placed(operation, problem, matched.operands(*args)), **how)
-    )
+    """Returns a function that computes an equation by a tuned call. `placed` divides its operands over devices."""
+    params = Params(matched.params.items())
+    how = {"operation": operation, "problem": matched.problem, "params": params, "options": options}
+    return lambda *args: matched.restore(*tuned_call_p.bind(*placed(matched.operands(*args)), **how))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -105,8 +105,6 @@ def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
     if any(not type(kernel).__module__.startswith("search_spaces.") for kernel in kernels):
         return
     module = lowering_compat.module_bytes(lowered.lowered, plain) if decision.kept == "tuned" else None
-    if module is not None and len(module) > MOST_BYTES:
-        module = None
     names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
     shown = {name: getattr(decision, name) for name in (*names, "left", "changes", "groups")}
     shown |= {name: x.samples_s for name, x in shown.items() if isinstance(x, Seconds)}
@@ -114,7 +112,7 @@ def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
         decision.kept,
         decision.reason,
         datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        base64.b64encode(zlib.compress(module, 1)).decode() if module else "",
+        base64.b64encode(zlib.compress(module, 1)).decode() if module and len(module) <= MOST_BYTES else "",
         lowered.refused,
         shown | {"replaced": [_replaced_fields(each) for each in decision.replaced]},
     )
@@ -126,11 +124,12 @@ def _digest(key: str, text: str) -> str:
     return hashlib.sha256(f"{key} {text}".encode()).hexdigest()
 
 
-_TEXTS = ("operation", "backend", "schedule", "reason", "line", "times", "keys")
+# The fields of `Replaced` that are stored as they are.
+_FIELDS = ("operation", "backend", "schedule", "reason", "line", "times", "keys")
 
 
 def _replaced_fields(replaced: Replaced) -> dict[str, Any]:
-    own = {name: getattr(replaced, name) for name in _TEXTS}
+    own = {name: getattr(replaced, name) for name in _FIELDS}
     alone = replaced.alone and [replaced.alone.kernel_s, replaced.alone.library_s]
     return {**own, "problem": replaced.problem.canonical(), "alone": alone}
 
