@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scheduler.contrib.tpu import estimate
 from scheduler.core.hardware import Hardware, find
-from scheduler.measure import estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 # A process gives way to a new one after so many programs: the compiler keeps some of what it took for each.

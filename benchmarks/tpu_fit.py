@@ -39,10 +39,10 @@ from scipy.stats import kendalltau
 from tpu_compiler import Compiler
 from tpu_problems import PROBLEMS
 
+from scheduler.contrib.tpu import estimate
+from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.hardware import Hardware, find
 from scheduler.core.records import Environment
-from scheduler.core.tpu_table import TPUS
-from scheduler.measure import estimate
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import onchip_demand, onchip_limit
 from scheduler.model.traffic import block_count, column

@@ -276,7 +276,7 @@ def fleet(
     """
     if engine != "ray":
         raise typer.BadParameter(f"--engine must be ray, found {engine}")
-    from scheduler.fleet import ray_cluster
+    from scheduler.contrib.fleet import ray_cluster
 
     return ray_cluster.executors(address or "auto", options, hardware=hardware)
 

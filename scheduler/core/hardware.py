@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 import jax
 
+from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.chip_table import CPU, GIB, GPUS, KIB, MB, Abilities, Hardware
 from scheduler.core.errors import SchedulerError, UnknownChip
 from scheduler.core.records import Sweep
-from scheduler.core.tpu_table import TPUS
 from search_spaces.space import meant
 from search_spaces.target import Target
 

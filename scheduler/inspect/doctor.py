@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tile_scheduler
+from scheduler.contrib.tpu.ahead_of_time import unable
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
 from scheduler.core.hardware import GIB, TABLE, Hardware
 from scheduler.core.records import Keyed, preferred
@@ -23,7 +24,6 @@ from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.inspect.case import examples, refusal
 from scheduler.inspect.provenance import stale_version
-from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.queries import Head

@@ -13,13 +13,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+from scheduler.contrib.tpu.ahead_of_time import AheadOfTime
 from scheduler.core import hardware as chips
 from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
 from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
-from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
 from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
 from scheduler.measure.conversation import Timeouts

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.hardware import Hardware
-from scheduler.core.tpu_table import TPUS
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem

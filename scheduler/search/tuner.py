@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from scheduler.contrib.tpu.estimate import smaller
 from scheduler.core import arguments
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import NoCandidate, TakesHours
@@ -34,7 +35,6 @@ from scheduler.core.records import (
 from scheduler.measure import timer
 from scheduler.measure.bench import calls_to_confirm
 from scheduler.measure.buffers import timing_conditions
-from scheduler.measure.estimate import smaller
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted

@@ -280,7 +280,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
         KernelName("mosaic_gpu", "cuda", "search_spaces.flash_attention.hopper:MosaicGpuFlashAttention"),
         KernelName("mosaic_gpu_decode", "cuda", "search_spaces.flash_attention.hopper:MosaicGpuFlashDecoding"),
         CudnnFlashAttention(),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.flash_attention.tpu:MosaicTpuFlashAttention"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.flash_attention:MosaicTpuFlashAttention"),
         InterpretedFlashAttention(),
         XlaFlashAttention(),
     ),

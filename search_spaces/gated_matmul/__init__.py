@@ -210,7 +210,7 @@ GATED_MATMUL = Operation[GatedMatmulProblem](
     problem=GatedMatmulProblem,
     kernels=Kernels(
         KernelName("mosaic_gpu", "cuda", "search_spaces.gated_matmul.hopper:MosaicGpuGatedMatmul"),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.gated_matmul.tpu:MosaicTpuGatedMatmul"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.gated_matmul:MosaicTpuGatedMatmul"),
         InterpretGatedMatmul(),
         XlaGatedMatmul(),
     ),

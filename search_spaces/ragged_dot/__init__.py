@@ -399,8 +399,8 @@ RAGGED_DOT = Operation[RaggedDotProblem](
     kernels=Kernels(
         KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuRaggedDot"),
         KernelName("jax_mosaic_gpu", "cuda", "search_spaces.ragged_dot.jax_kernels:JaxRaggedDot"),
-        KernelName("jax_blackwell", "cuda", "search_spaces.ragged_dot.jax_kernels:JaxBlackwellRaggedDot"),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuRaggedDot"),
+        KernelName("jax_blackwell", "cuda", "search_spaces.contrib.jax_blackwell:JaxBlackwellRaggedDot"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.ragged_dot:MosaicTpuRaggedDot"),
         InterpretRaggedDot(),
         XlaRaggedDot(),
     ),
@@ -417,7 +417,7 @@ GATED_RAGGED_DOT = Operation[GatedRaggedDotProblem](
     problem=GatedRaggedDotProblem,
     kernels=Kernels(
         KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuGatedRaggedDot"),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuGatedRaggedDot"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.ragged_dot:MosaicTpuGatedRaggedDot"),
         InterpretGatedRaggedDot(),
         XlaGatedRaggedDot(),
     ),
@@ -432,7 +432,7 @@ RAGGED_DOT_WEIGHTS = Operation[RaggedDotWeightsProblem](
     problem=RaggedDotWeightsProblem,
     kernels=Kernels(
         KernelName("mosaic_gpu", "cuda", "search_spaces.ragged_dot.hopper:MosaicGpuRaggedDotWeights"),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.ragged_dot.tpu:MosaicTpuRaggedDotWeights"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.ragged_dot:MosaicTpuRaggedDotWeights"),
         InterpretRaggedDotWeights(),
         XlaRaggedDotWeights(),
     ),

@@ -1,11 +1,8 @@
-"""JAX's own grouped products as candidates: `ragged_dot_mgpu` for Hopper, `blackwell_ragged_dot_mgpu` for Blackwell.
+"""JAX's own grouped product for Hopper as a candidate: `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`.
 
-They are modules of `jax.experimental.pallas.ops.gpu`. Each takes the sizes of groups, of which the first starts at row
-0, and leaves rows after the last group unwritten. Rows before the first group are multiplied by the first matrix. A
-loop then sets all rows of no group to zero; without such rows it takes no step.
-
-On Blackwell two CTAs multiply together. The one that issues their products waits for its own stores alone (jax 0.12),
-so it may overwrite accumulators that the other has not stored yet. In JAX's matmul it waits for both.
+It takes the sizes of groups, of which the first starts at row 0, and leaves rows after the last group unwritten. Rows
+before the first group are multiplied by the first matrix. A loop then sets all rows of no group to zero; without such
+rows it takes no step.
 
 JAX's gradient of the matrices (`transposed_ragged_dot_mgpu`) is no candidate: it multiplies the rows of other groups in
 a block by zero, so NaN and infinities of one group reach the result of another.
@@ -25,14 +22,6 @@ from search_spaces import jax_compat
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
-from search_spaces.matmul.blackwell import (
-    ACCUMULATORS,
-    BlackwellSchedule,
-    blackwell_footprint,
-    blackwell_space,
-    not_blackwell,
-    undivided,
-)
 from search_spaces.matmul.hopper.footprint import OTHER_REGISTERS
 from search_spaces.ragged_dot.problem import RaggedDotProblem, sizes_of
 from search_spaces.space import Columns, Space, cdiv
@@ -138,46 +127,6 @@ class JaxRaggedDot(Kernel[RaggedDotProblem, JaxSchedule]):
         lhs, rhs, boundaries = args
         kernel = jax_compat.jax_gpu_kernel("ragged_dot_mgpu").ragged_dot
         out = kernel(lhs, rhs, group_sizes=sizes_of(boundaries), transpose_rhs=problem.transpose_rhs, **vars(schedule))
-        return zero_rows_of_no_group(out, boundaries)
-
-
-class JaxBlackwellRaggedDot(Kernel[RaggedDotProblem, BlackwellSchedule]):
-    backend = "jax_blackwell"
-    version = 1
-    most_elements = INDICES_OF_32_BITS
-
-    def supports(self, problem: RaggedDotProblem, target: Target) -> str | None:
-        p = problem
-        if reason := not_blackwell(target, "blackwell_ragged_dot_mgpu"):
-            return reason
-        if p.dtype not in ("bfloat16", "float16") or p.out_dtype:
-            return "multiplies 16-bit operands into a result of their dtype"
-        if p.transpose_rhs:
-            return "reads no matrices transposed"
-        return undivided(p.rows, p.n, p.k, ctas=2)
-
-    def space(self, problem: RaggedDotProblem, target: Target) -> Space[BlackwellSchedule]:
-        p = problem
-        # It is written for two CTAs alone. TMA stores any rows of the epilogue's part, and each must start at a
-        # multiple of 128 bytes (CUDA C++ Programming Guide, tensor memory access).
-        return blackwell_space(p.rows, p.n, p.k, stored=2, collective=(True,), epilogue_tile_n=(64, 128))
-
-    def footprint(self, problem: RaggedDotProblem, schedules: Columns, target: Target) -> Footprint:
-        p, s = problem, schedules
-        # Groups share tiles, and the grid has a tile for each time that they may.
-        visits = 2 * (p.rows // (2 * s.tile_m) + p.groups - 1)
-        grid = p.touched, visits / p.touched, p.n // (2 * s.tile_n)
-        written = p.rows / visits * 2 * s.tile_n * p.result().dtype.itemsize
-        return blackwell_footprint(p, s, grid, 1, 3 * s.max_concurrent_steps + 2 * ACCUMULATORS, written)
-
-    def run(
-        self, problem: RaggedDotProblem, schedule: BlackwellSchedule, target: Target, /, *args: Any, **params: Any
-    ) -> jax.Array:
-        lhs, rhs, boundaries = args
-        module = jax_compat.jax_gpu_kernel("blackwell_ragged_dot_mgpu")
-        kernel = jax_compat.with_core_count(module.ragged_dot_kernel, target.cores)
-        with jax.enable_x64(False):
-            out: jax.Array = kernel(lhs, rhs, sizes_of(boundaries), schedule.config(module))
         return zero_rows_of_no_group(out, boundaries)
 
 

@@ -320,7 +320,7 @@ def kernels(library: XlaRows[Any]) -> Kernels[Any]:
     """Returns the kernels that compute any row program."""
     return Kernels(
         KernelName("mosaic_gpu", "cuda", "search_spaces.rows.hopper:HopperRows"),
-        KernelName("mosaic_tpu", "tpu", "search_spaces.rows.tpu:TpuRows"),
+        KernelName("mosaic_tpu", "tpu", "search_spaces.contrib.tpu.rows:TpuRows"),
         InterpretedRows(),
         library,
     )

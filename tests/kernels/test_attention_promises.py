@@ -15,9 +15,9 @@ from scheduler.core.hardware import find
 from search_spaces.attention import xla
 from search_spaces.attention.interpret import InterpretedAttention
 from search_spaces.attention.xla import attention
+from search_spaces.contrib.tpu.flash_attention import TpuFlashAttentionSchedule
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.flash_attention.hopper import FlashAttentionSchedule, FlashDecodingSchedule
-from search_spaces.flash_attention.tpu import TpuFlashAttentionSchedule
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD
 from search_spaces.flash_attention_backward.hopper import FlashAttentionBackwardSchedule
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter

@@ -21,13 +21,13 @@ from scheduler import NoCandidate
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
+from search_spaces.contrib.tpu.rows import TpuRows
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.problem import as_tuple
 from search_spaces.random_bits import threefry2x32, threefry2x32_13, threefry2x32_20
 from search_spaces.rows.hopper import HopperRows
 from search_spaces.rows.hopper.space import RowSchedule
 from search_spaces.rows.operation import ROWS
-from search_spaces.rows.tpu import TpuRows
 
 pytestmark = pytest.mark.slow_but_first
 

@@ -10,10 +10,10 @@ import pytest
 from operations import DoubleProblem
 
 import scheduler
+from scheduler.contrib.tpu.estimate import interpreted
 from scheduler.core.hardware import CPU, find
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench, calls_to_confirm
-from scheduler.measure.estimate import interpreted
 from scheduler.measure.verification import mismatch, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune

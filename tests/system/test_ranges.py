@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.cli.app import app
+from scheduler.contrib.fleet.driver import order
 from scheduler.core.errors import CacheMiss, DeviceLost, StoreError
 from scheduler.core.hardware import CPU, find
 from scheduler.core.neighbours import HeldOut, Range, range_from_text, range_to_text
 from scheduler.core.records import Entry, Measurement, Record, family_of, key_of
 from scheduler.dispatch import dispatch
-from scheduler.fleet.driver import order
 from scheduler.prediction.between import RangeAnswer, answer, between
 from scheduler.search import jobs
 from scheduler.search.job_queue import DeviceExecutor, expected_s

@@ -1,0 +1,1 @@
+"""Parts of the scheduler that few need; each is imported by name."""

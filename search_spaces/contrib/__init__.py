@@ -1,0 +1,1 @@
+"""Kernels that have not run on the chips they are for; each is imported by name."""

@@ -1,0 +1,1 @@
+"""Kernels for TPUs, backend `mosaic_tpu`."""
