@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not timed:
         raise SystemExit(f"{kept} holds no rows")
     devices = {row["conditions"]["device"] for row in timed.values()}
-    chips = [chip for chip in (*hardware.TABLE, hardware.CPU) if chip.id in devices]
+    chips = [chip for chip in hardware.table() if chip.id in devices]
     if len(devices) != 1 or not chips:
         raise SystemExit(f"{kept} holds rows of {', '.join(sorted(devices))}: one known chip is wanted")
     suite = benchmark.suite(chips[0])

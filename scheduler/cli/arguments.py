@@ -185,10 +185,10 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is None:
         return lambda key: operation in (None, key.operation)
-    from scheduler.core.hardware import CHIPS, named, unknown_chip
+    from scheduler.core.hardware import named, table, unknown_chip
 
-    kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
-    meant = {row.id for row in CHIPS if named(hardware, row.names)}  # includes names other than the driver's
+    kinds = dict.fromkeys((*(row.kind for row in table()), *(key.hardware for key in keys)))
+    meant = {row.id for row in table() if named(hardware, row.names)}  # includes names other than the driver's
     if not meant and not named(hardware, kinds):
         raise typer.BadParameter(f"no hardware {unknown_chip(hardware, kinds)}")
     return lambda key: (
@@ -276,9 +276,10 @@ def fleet(
     """
     if engine != "ray":
         raise typer.BadParameter(f"--engine must be ray, found {engine}")
-    from scheduler.contrib.fleet import ray_cluster
+    from search_spaces import value_of
 
-    return ray_cluster.executors(address or "auto", options, hardware=hardware)
+    executors = value_of("scheduler.contrib.fleet.ray_cluster:executors")
+    return executors(address or "auto", options, hardware=hardware)
 
 
 # ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The hardware table: the description of a chip, and one row per kind of GPU, with sources. TPUs: `tpu_table`."""
+"""The hardware table: the description of a chip, and one row per kind of GPU, with sources."""
 
 from __future__ import annotations
 

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import jax
 
-from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.chip_table import CPU, GIB, GPUS, KIB, MB, Abilities, Hardware
 from scheduler.core.errors import SchedulerError, UnknownChip
 from scheduler.core.records import Sweep
+from search_spaces import value_of
 from search_spaces.space import meant
 from search_spaces.target import Target
 
 __all__ = [
-    "CHIPS", "CPU", "GIB", "KIB", "MB", "TABLE", "Abilities", "Hardware",
-    "describe", "detect", "find", "identified", "named", "siblings", "swept", "target_of", "unknown_chip",
+    "CPU", "GIB", "KIB", "MB", "Abilities", "Hardware",
+    "describe", "detect", "find", "identified", "named", "rows", "siblings", "swept", "table", "target_of",
+    "unknown_chip",
 ]  # fmt: skip
 
-TABLE: tuple[Hardware, ...] = (*GPUS, *TPUS)
+# The rows by platform, or where they are, if they are imported when they are first needed.
+_TABLE: Mapping[str, Sequence[Hardware] | str] = MappingProxyType(
+    {"cuda": GPUS, "cpu": (CPU,), "tpu": "scheduler.contrib.tpu.chips:TPUS"}
+)
 
-CHIPS = (*TABLE, CPU)
+
+def rows(platform: str) -> Sequence[Hardware]:
+    """Returns the rows of the chips of a platform; empty for a platform that is not in the table."""
+    found = _TABLE.get(platform, ())
+    return value_of(found) if isinstance(found, str) else found
+
+
+def table() -> Iterator[Hardware]:
+    """Yields the rows of all chips, platform by platform."""
+    return itertools.chain.from_iterable(map(rows, _TABLE))
 
 
 def find(kind: str) -> Hardware:
@@ -36,19 +50,19 @@ def find(kind: str) -> Hardware:
     Raises:
       ValueError: no row matches, or several do; the message lists the candidates.
     """
-    rows = {row.kind: row for row in CHIPS}
-    exact = [row.kind for row in CHIPS if kind.lower() in (name.lower() for name in (row.kind, *row.names))]
-    found = exact or [row.kind for row in CHIPS if named(kind, (row.kind, *row.names))]
+    known = {row.kind: row for row in table()}
+    exact = [row.kind for row in known.values() if kind.lower() in (name.lower() for name in (row.kind, *row.names))]
+    found = exact or [row.kind for row in known.values() if named(kind, (row.kind, *row.names))]
     if len(found) == 1:
-        return rows[found[0]]
+        return known[found[0]]
     if found:
         raise ValueError(f"hardware {kind!r} matches several chips: {', '.join(found)}")
-    raise ValueError(f"no hardware {unknown_chip(kind, rows)}")
+    raise ValueError(f"no hardware {unknown_chip(kind, known)}")
 
 
 def identified(identity: str) -> Hardware | None:
     """Returns the row with this `Hardware.id`, which record keys contain, or None."""
-    return next((row for row in CHIPS if row.id == identity), None)
+    return next((row for row in table() if row.id == identity), None)
 
 
 def siblings(hardware: Hardware) -> list[Hardware]:
@@ -66,9 +80,8 @@ def siblings(hardware: Hardware) -> list[Hardware]:
         pairs = zip(figures(row), figures(hardware), strict=True)
         return sum(abs(math.log(max(there, 1) / max(here, 1))) for there, here in pairs)
 
-    same = (hardware.platform, hardware.architecture)
-    rows = [row for row in TABLE if (row.platform, row.architecture) == same and row.id != hardware.id]
-    return sorted(rows, key=difference)
+    same = [row for row in rows(hardware.platform) if row.architecture == hardware.architecture]
+    return sorted((row for row in same if row.id != hardware.id), key=difference)
 
 
 def named(text: str, kinds: Iterable[str]) -> list[str]:
@@ -103,7 +116,7 @@ def describe(target: Target) -> Hardware:
     """
     if target.platform == CPU.platform:
         return CPU
-    similar = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
+    similar = [row for row in rows(target.platform) if row.architecture == target.architecture]
     if not similar:
         raise UnknownChip(
             f"{target.kind} ({target.architecture}) is not in the table of chips, and neither is another chip of this "

@@ -441,7 +441,7 @@ def _chip() -> Hardware:
     try:
         return chips.detect()
     except SchedulerError:  # on an unknown chip only the order of problems matters
-        return chips.TABLE[0]
+        return next(chips.table())
 
 
 # ------------------------------------------------------------------------------

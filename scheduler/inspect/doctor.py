@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tile_scheduler
-from scheduler.contrib.tpu.ahead_of_time import unable
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
-from scheduler.core.hardware import GIB, TABLE, Hardware
+from scheduler.core.hardware import CPU, GIB, Hardware, table
 from scheduler.core.records import Keyed, preferred
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
@@ -28,7 +27,7 @@ from scheduler.measure.gpu import Gpu, cuda_wanted
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.queries import Head
 from scheduler.store.store import Store, default_url, shipped
-from search_spaces import OPERATIONS, load
+from search_spaces import OPERATIONS, load, value_of
 from search_spaces.jax_compat import NEEDS_JAX, PYTHON_OF_JAX
 from search_spaces.operation import Operation
 
@@ -98,7 +97,9 @@ def coverage(records: Iterable[Keyed]) -> list[Coverage]:
         (record.key.hardware, record.estimated) for record in preferred(records).values()
     )
     found = []
-    for hardware in TABLE:
+    for hardware in table():
+        if hardware == CPU:
+            continue
         kernels: dict[str, list[str]] = {}
         verified: set[str] = set()
         outdated: dict[str, None] = {}
@@ -258,6 +259,7 @@ def _chips(rows: Sequence[Coverage]) -> Iterator[Finding]:
     for row in rows:
         compiler = ""
         if row.compiled:
+            unable = value_of("scheduler.contrib.tpu.ahead_of_time:unable")
             compiler = unable(row.hardware) or "its compiler is installed and estimates times (tune --hardware)"
         state: State = "warning" if row.outdated else "ok"
         yield Finding(

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from scheduler.contrib.tpu.ahead_of_time import AheadOfTime
 from scheduler.core import hardware as chips
 from scheduler.core import text
 from scheduler.core.errors import DeviceLost, SchedulerError, WorkerError
@@ -33,7 +32,7 @@ from scheduler.measure.worker_process import (
     request_for,
     unloadable_reason,
 )
-from search_spaces import locate
+from search_spaces import locate, value_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.target import Target
@@ -43,6 +42,8 @@ SEARCHES = 3
 # The maximum number of concurrent requests beyond those that compile. Their compiled programs wait for the measuring
 # process, so that it is never idle; and compilation goes on while the measuring process compiles a library program.
 READY = 10
+# The runner of an absent chip; few import it.
+ABSENT = "scheduler.contrib.tpu.ahead_of_time:AheadOfTime"
 
 BenchKey = tuple[Operation[Any], Problem, L2]
 
@@ -70,7 +71,7 @@ def start_runner(
     options = options or RunnerOptions()
     if (absent := _absent_chip(options)) is not None:
         name_of(operation)  # raises if no process can load it
-        return AheadOfTime(absent, options)
+        return value_of(ABSENT)(absent, options)
     if locate(operation) is None and (
         processes is not None or options.workers is not None or Gpu.wanted(options.device) is not None
     ):
@@ -91,7 +92,7 @@ def open_runner(
 ) -> Runner:
     """Starts a runner for any operation that another process can load; raises as `start_runner` does."""
     if (absent := _absent_chip(options)) is not None:
-        return AheadOfTime(absent, options)
+        return value_of(ABSENT)(absent, options)
     if processes is None:
         gpu = Gpu.wanted(options.device)
         if gpu is None and options.workers is None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import Calibration
-from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
+from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -257,7 +257,7 @@ def model_of(
     for backend in (operation.library.backend, kernel.backend):
         if backend in found:
             values |= known(found[backend])
-    start = BY_ARCHITECTURE.get(hardware.architecture, Constants())
+    start = BY_PLATFORM.get(hardware.platform, Constants())
     try:
         return CostModel(hardware, dataclasses.replace(start, **values))
     except ValueError as error:  # stored numbers may be out of range

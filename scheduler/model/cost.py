@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.hardware import Hardware
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
 from search_spaces.footprint import Footprint, Operand, Phase
@@ -123,8 +122,8 @@ _TPU = Constants(
     e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0
 )
 
-# Architecture -> constants; other architectures have the defaults.
-BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType({"cpu": _CPU} | {row.architecture: _TPU for row in TPUS})
+# Platform -> constants; other platforms have the defaults.
+BY_PLATFORM: Mapping[str, Constants] = MappingProxyType({"cpu": _CPU, "tpu": _TPU})
 
 
 Array = npt.NDArray[np.float64]
@@ -165,7 +164,7 @@ class CostModel:
     @functools.cached_property
     def in_force(self) -> Constants:
         """The constants that predictions use."""
-        return self.constants or BY_ARCHITECTURE.get(self.hardware.architecture, Constants())
+        return self.constants or BY_PLATFORM.get(self.hardware.platform, Constants())
 
     def seconds(self, footprint: Footprint) -> Array:
         """Returns the predicted time of the whole launch, including copies, in seconds; one entry per schedule."""

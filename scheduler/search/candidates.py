@@ -226,7 +226,8 @@ def _winners(near: Sequence[Neighbour], *, besides: str) -> Iterable[Entry]:
 
 
 # ------------------------------------------------------------------------------
-# Estimates the duration of a search in Pallas interpret mode from the kernels' footprints, before it starts.
+# Estimates the duration of a search in Pallas interpret mode from the kernels' footprints, before it starts, and finds
+# a problem that is small enough.
 
 # Cost of a step in Pallas interpret mode on one core, measured on matmuls of 256^3 to 2048^3: a minimum time, a pass
 # over all arrays at this bandwidth, and arithmetic at this rate. Other kernels differ by less than matters here, which
@@ -275,3 +276,18 @@ def _launch_seconds(
     blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
     step_s = least_s + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
     return np.broadcast_to(blocks * footprint.steps * step_s, (len(points),))
+
+
+def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
+    """Halves the largest extent until the problem `fits`, and returns that problem; None if none fits."""
+    while True:
+        extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
+        if not extents:
+            return None
+        name = max(extents, key=extents.__getitem__)
+        try:
+            problem = dataclasses.replace(problem, **{name: extents[name] // 2})
+            if fits(problem):
+                return problem
+        except (TypeError, ValueError):  # not a valid problem
+            return None

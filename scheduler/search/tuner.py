@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from scheduler.contrib.tpu.estimate import smaller
 from scheduler.core import arguments
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import NoCandidate, TakesHours
@@ -54,6 +53,7 @@ from scheduler.search.candidates import (
     legal_schedules,
     reference,
     search_seconds,
+    smaller,
     traced_by,
 )
 from scheduler.search.final_comparison import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler.contrib.tpu.chips import TPUS
 from scheduler.core.hardware import find
 from scheduler.model import traffic
-from scheduler.model.cost import BY_ARCHITECTURE, CostModel
+from scheduler.model.cost import BY_PLATFORM, CostModel
 from search_spaces import Footprint, Operand, Phase, load
 from search_spaces.matmul.problem import MatmulProblem
 
@@ -75,7 +75,7 @@ def test_a_step_waits_for_the_whole_latency_of_the_copy_that_its_loop_started_on
     footprint = launch((1000,), Operand(bytes=8.0, axes=(0,)))
     slow = dataclasses.replace(V5E, memory_latency_s=1e-5)
     per_step = CostModel(slow).seconds(footprint) / 1000
-    assert per_step == pytest.approx(1e-5 + BY_ARCHITECTURE["TPU v5 lite"].step_s, rel=0.01)
+    assert per_step == pytest.approx(1e-5 + BY_PLATFORM["tpu"].step_s, rel=0.01)
     ahead = dataclasses.replace(footprint, stages=3)
     assert CostModel(slow).seconds(ahead) < 0.55 * CostModel(slow).seconds(footprint)
 

@@ -21,7 +21,7 @@ from search_spaces.matmul.problem import MatmulProblem
 
 pytestmark = pytest.mark.slow_but_first
 
-GPUS = [row for row in hardware.TABLE if row.platform == "cuda"]
+GPUS = hardware.rows("cuda")
 PRODUCTS = [
     MatmulProblem(4096, 4096, 4096),
     MatmulProblem(1, 1, 1),

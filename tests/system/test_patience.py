@@ -16,14 +16,13 @@ from operations import DoubleLibrary, DoubleProblem
 from paced import Paced
 
 import scheduler
-from scheduler.contrib.tpu.estimate import smaller
 from scheduler.core.errors import TakesHours
 from scheduler.core.hardware import CPU
 from scheduler.core.progress import FEWEST_TO_TELL, Pace
 from scheduler.core.records import Measurement
 from scheduler.measure.runner import InProcess
 from scheduler.search import tuner
-from scheduler.search.candidates import search_seconds
+from scheduler.search.candidates import search_seconds, smaller
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation

@@ -12,7 +12,7 @@ from many_records import record_of
 
 from scheduler.core import hardware
 from scheduler.core.errors import NoCandidate, UnknownChip
-from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find, siblings
+from scheduler.core.hardware import CPU, GIB, KIB, Abilities, describe, detect, find, rows, siblings, table
 from scheduler.core.records import Entry
 from scheduler.dispatch import dispatch
 from scheduler.inspect.doctor import examine
@@ -23,8 +23,8 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.ragged_dot import RAGGED_DOT, RaggedDotProblem
 from search_spaces.target import Target
 
-EVERY = (*TABLE, CPU)
-GPUS = [row for row in TABLE if row.platform == "cuda"]
+EVERY = tuple(table())
+GPUS = rows("cuda")
 
 
 def test_figures_of_a_chip_agree_with_each_other():
@@ -102,7 +102,7 @@ def test_ids_tell_slices_and_variants_of_a_chip_apart():
     variants.add(dataclasses.replace(h200, cores=66).id)
     variants.add(dataclasses.replace(h200, memory_bytes=70 * GIB).id)
     assert len(variants) == 3
-    assert len({row.id for row in (*TABLE, CPU)}) == len(TABLE) + 1
+    assert len({row.id for row in EVERY}) == len(EVERY)
 
 
 def test_a_row_is_found_by_its_name_and_describes_its_target():

@@ -7,7 +7,7 @@ from pathlib import Path
 from failures import failures
 from jax.experimental.pallas import mosaic_gpu
 
-from scheduler.core.hardware import CHIPS
+from scheduler.core.hardware import table
 from scheduler.store import text_files
 from search_spaces import OPERATIONS, fingerprint, load
 from search_spaces.jax_compat import plgpu
@@ -63,7 +63,7 @@ def test_every_kernel_is_imported_by_its_name_and_is_as_declared():
                 assert kernel.backend == named.backend
                 assert kernel.version
                 assert not kernel.library
-                for chip in CHIPS if name in PROBLEMS else ():
+                for chip in table() if name in PROBLEMS else ():
                     problem = operation.problem.from_canonical(PROBLEMS[name])
                     if chip.target.platform != named.platform:
                         assert kernel.supports(problem, chip.target), f"{named} supports {chip.kind}"

@@ -8,10 +8,10 @@ import pytest
 from attacks import ATTACKS
 from failures import failures
 
-from scheduler.contrib.tpu.estimate import smaller
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure
 from scheduler.measure.runner import InProcess, Task
+from scheduler.search.candidates import smaller
 from scheduler.store import text_files
 from search_spaces import load_known
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER

@@ -24,6 +24,7 @@ from scheduler.measure.build import describe_exception
 from scheduler.measure.protocol import Step
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal
+from scheduler.search.candidates import smaller
 from search_spaces import configuration
 from search_spaces.fingerprint import all_equations, held_jaxprs, opened_jaxpr
 from search_spaces.kernel import Kernel
@@ -225,7 +226,7 @@ def _read(reports: Path) -> Profile:
 
 
 # ------------------------------------------------------------------------------
-# Derives smaller problems for tools that execute every step of a grid: estimators and interpreters.
+# Derives smaller problems for the compiler's estimate, which executes every step of a grid.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,21 +307,6 @@ def _half(sharding: Sharding[Any], problem: Problem, letter: str) -> Problem | N
         return half if sharding.extents(half)[letter] == extents[letter] // 2 else None
     except (ValueError, KeyError):  # invalid problem, or no such axis
         return None
-
-
-def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
-    """Halves the largest extent until the problem `fits`, and returns that problem; None if none fits."""
-    while True:
-        extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
-        if not extents:
-            return None
-        name = max(extents, key=extents.__getitem__)
-        try:
-            problem = dataclasses.replace(problem, **{name: extents[name] // 2})
-            if fits(problem):
-                return problem
-        except (TypeError, ValueError):  # not a valid problem
-            return None
 
 
 # The estimator executes all steps of a grid, at 5 to 40 ms each. Above `STEPS_AT_ONCE` steps, it estimates smaller
