@@ -1,5 +1,6 @@
 """Functions that XLA partitions over devices: `optimize` selects kernels for the part of one device."""
 
+import contextlib
 import functools
 
 import jax
@@ -176,12 +177,29 @@ def test_a_scan_of_recomputed_layers_and_a_shard_map_inside():
     }
 
 
-def test_explicit_axes_stay_with_xla_and_that_is_said():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    args = placed(WEIGHTS, mesh=mesh), placed(X, "data", mesh=mesh)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_explicit_axes_and_a_mesh_that_is_set_change_no_kernel_and_no_type(axis_type, is_set, capfd):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    args = placed(WEIGHTS, "data", mesh=mesh), placed(X, "data", mesh=mesh)
     fast = scheduler.optimize(sgd, **ON_CPU)
-    close(fast(*args), sgd(WEIGHTS, X))
-    assert "explicit axes of a mesh" in fast.report()
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        actual, expected = fast(*args), jax.jit(sgd)(*args)
+    close(actual, expected)
+    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
+    (decided,) = fast.decisions
+    assert "matmul m=4 n=32 k=16 dtype=float32" in used(decided)
+    assert sum(each.times for each in decided.replaced) == 5
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_a_function_that_names_explicit_shardings_stays_with_xla_and_that_is_said():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    w, x = placed(WEIGHTS["up"], "data", mesh=mesh), placed(X, None, "data", mesh=mesh)
+    fast = scheduler.optimize(lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P(None, "data")), **ON_CPU)
+    with jax.set_mesh(mesh):
+        close(fast(x, w), X @ WEIGHTS["up"])
+    assert "it says how its result is sharded" in fast.report()
     assert fast.decisions[0].kept == "plain"
 
 
