@@ -80,10 +80,7 @@ class Arguments:
         """Returns these arguments, with donated leaves of `dynamic` copied."""
         if not any(donated):
             return self
-        return self.with_leaves([_copy(x) if given_up else x for x, given_up in zip(self.leaves, donated, strict=True)])
-
-    def with_leaves(self, leaves: Sequence[Any]) -> Arguments:
-        """Returns these arguments, with other leaves of `dynamic`."""
+        leaves = [_copy(x) if given_up else x for x, given_up in zip(self.leaves, donated, strict=True)]
         args, kwargs = jax.tree.unflatten(jax.tree.structure(self.dynamic), leaves)
         rest = iter(args)
         whole = tuple(x if number in self._numbers else next(rest) for number, x in enumerate(self.args))

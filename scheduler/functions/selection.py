@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from scheduler.core.errors import NoCandidate
 from scheduler.dispatch import dispatch
@@ -17,6 +16,7 @@ from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call, tuned_call_p
 from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions, Shardings
 from scheduler.functions import equations
+from scheduler.functions.automatic_axes import on_automatic_axes
 from scheduler.functions.rewriting import Rewriter
 from search_spaces import jax_compat, lowering_compat, partitioning_compat
 from search_spaces.operation import MatchedEquation, Operation, Params
@@ -135,43 +135,23 @@ class Partitioned:
         return None
 
 
-def where(traced: Any, function: Callable[..., Any], leaves: Sequence[Any], platform: str) -> Mapping[str, Any]:
+def where(traced: Any, platform: str) -> Mapping[str, Any]:
     """Returns what is lowered and where it runs, as arguments of `ablation.lower_with_kernels`.
 
     Args:
       traced: The result of a `jax.jit` trace.
-      function: The function of `leaves`, not jitted.
       platform: The platform of the devices.
     """
     if lowering_compat.device_count(traced.lower()) == 1:
         return {"traced": traced, "regions_on": platform}
-    automatic = _on_automatic_axes(traced, function, leaves)
-    # Processes would have to agree on the problems of one device.
-    if jax.process_count() > 1 or automatic is None:
+    if jax.process_count() > 1:  # processes would have to agree on the problems of one device
         return {"traced": traced}
-    return {"traced": automatic, "regions_on": platform, "partitioned": Partitioned(automatic, platform)}
-
-
-def _on_automatic_axes(traced: Any, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """Returns the trace of a function with its equations on automatic axes; None if it names explicit shardings.
-
-    On explicit axes, types have shardings, which replaced equations would have to keep. The function is traced once
-    more, between casts to and from automatic axes. Its arguments and results stay explicit.
-    """
-    if not jax_compat.are_explicit(traced.jaxpr.in_avals):
-        return traced
-    mesh = next(x.sharding.mesh for x in traced.jaxpr.in_avals if not x.sharding.mesh.empty)
-    results = traced.jaxpr.out_avals
-    shardings = [NamedSharding(mesh, PartitionSpec()) if x.sharding.mesh.empty else x.sharding for x in results]
-
-    def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(function(*leaves))
-
-    try:
-        jaxpr = jax.make_jaxpr(jax.sharding.auto_axes(flat, out_sharding=shardings))(*leaves)
-    except (ValueError, TypeError, NotImplementedError):
-        return None
-    return lowering_compat.with_jaxpr(traced, jaxpr) if [*map(str, jaxpr.out_avals)] == [*map(str, results)] else None
+    if jax_compat.are_explicit(traced.jaxpr.in_avals):
+        try:
+            traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
+        except (NotImplementedError, ValueError, TypeError):
+            return {"traced": traced}
+    return {"traced": traced, "regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
 
 # The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced;

@@ -115,13 +115,8 @@ class Trial:
     @functools.cached_property
     def _where(self) -> Mapping[str, Any]:
         """What is lowered and where it runs, as arguments of `ablation.lower_with_kernels`."""
-
-        def plain(*leaves: Any) -> Any:
-            given = self.given.with_leaves(leaves)
-            return self.jitted.__wrapped__(*given.args, **given.kwargs)
-
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return selection.where(traced, plain, self.given.leaves, hardware.target_of(self._devices()[0]).platform)
+        return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
