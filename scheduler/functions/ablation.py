@@ -40,7 +40,7 @@ MOST_GROUPS, MOST_ADDED = 10, 4
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
 # Why XLA computes an equation that it partitions, if the problems of one device are not searched for.
-NOT_PARTITIONED = "it is on explicit axes of a mesh, or on devices of several processes"
+NOT_PARTITIONED = "it is on devices of several processes, or on explicit axes with a shard_map inside"
 
 
 class CompiledFunction:

@@ -16,6 +16,7 @@ from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call, tuned_call_p
 from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions, Shardings
 from scheduler.functions import equations
+from scheduler.functions.automatic_axes import on_automatic_axes
 from scheduler.functions.rewriting import Rewriter
 from search_spaces import jax_compat, lowering_compat, partitioning_compat
 from search_spaces.operation import MatchedEquation, Operation, Params
@@ -135,14 +136,22 @@ class Partitioned:
 
 
 def where(traced: Any, platform: str) -> Mapping[str, Any]:
-    """Returns where the result of a `jax.jit` trace runs, as arguments of `ablation.lower_with_kernels`."""
+    """Returns what is lowered and where it runs, as arguments of `ablation.lower_with_kernels`.
+
+    Args:
+      traced: The result of a `jax.jit` trace.
+      platform: The platform of the devices.
+    """
     if lowering_compat.device_count(traced.lower()) == 1:
-        return {"regions_on": platform}
-    # On explicit axes types have shardings, which replaced equations would have to keep. Processes would have to agree
-    # on the problems of one device.
-    if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
-        return {}
-    return {"regions_on": platform, "partitioned": Partitioned(traced, platform)}
+        return {"traced": traced, "regions_on": platform}
+    if jax.process_count() > 1:  # processes would have to agree on the problems of one device
+        return {"traced": traced}
+    if jax_compat.are_explicit(traced.jaxpr.in_avals):
+        try:
+            traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
+        except (NotImplementedError, ValueError, TypeError):
+            return {"traced": traced}
+    return {"traced": traced, "regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
 
 # The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced;

@@ -105,8 +105,7 @@ class Trial:
     @comparisons()
     def lower(self) -> Any:
         """Lowers the version with all kernels (`jax.stages.Lowered`)."""
-        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return ablation.lower_with_kernels(traced, self.options, **self._where).lowered
+        return ablation.lower_with_kernels(options=self.options, **self._where).lowered
 
     def _on_a_cpu_by_default(self) -> bool:
         """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
@@ -115,7 +114,7 @@ class Trial:
 
     @functools.cached_property
     def _where(self) -> Mapping[str, Any]:
-        """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
+        """What is lowered and where it runs, as arguments of `ablation.lower_with_kernels`."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
         return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
@@ -139,19 +138,19 @@ class Trial:
                 known.load_kernels()
                 compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
             elif known.kept == "tuned":
-                compiled = self._lowered_without(traced, known.refused.get).lowered.compile()
+                compiled = self._lowered_without(known.refused.get).lowered.compile()
         except Exception:  # whatever fails is left out when the function is decided again
             return None
         reason = f"{known.reason} (decided on {known.date})"
         return Decided(self.function, self.given.text(), compiled, reason, **known.shown)
 
-    def _lowered_without(self, traced: Any, refuses: Refuses) -> Lowered:
+    def _lowered_without(self, refuses: Refuses) -> Lowered:
         """Lowers the version without what is refused. Nothing is compared or searched."""
         options = {
             name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
-        return ablation.lower_with_kernels(traced, options, **self._where, refuses=refuses, compared=False)
+        return ablation.lower_with_kernels(options=options, **self._where, refuses=refuses, compared=False)
 
     def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
@@ -162,7 +161,7 @@ class Trial:
         """
         refused = dict[str, str]()
         options = without_autotuning(jax.default_backend())
-        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, **self._where)
+        lower = functools.partial(ablation.lower_with_kernels, options=self.options, **self._where)
         if not compared:
             lowered = lower()
             return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
@@ -170,14 +169,14 @@ class Trial:
         # XLA compiles without the interpreter's lock, on several cores each. Some are left for what is lowered here.
         with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as beside:
             while True:
-                in_place = InPlace(in_place)
+                in_place = InPlace(lowering_compat.device_count(traced.lower()), in_place)
                 observed = lower(refuses=refused.get, in_place=in_place, compared=False)
                 if not observed.replaced and not observed.changes:
                     return observed, None, None
                 if noisy is None:
                     beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
                     products = comparison.products_rounding(each.problem for each in observed.replaced)
-                    noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
+                    noisy_version = jax.jit(with_noise(self._where["traced"].jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
                 failed = None
@@ -235,8 +234,7 @@ class Trial:
         if self.seconds is None:
             return self._stored(key, traced, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
         time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
-        lower = functools.partial(self._lowered_without, traced)
-        kept = Keeping(plain, with_noise, lower, calling, time, self.status.step).fastest(everything)
+        kept = Keeping(plain, with_noise, self._lowered_without, calling, time, self.status.step).fastest(everything)
         lowered, compiled = kept.version.lowered, kept.version.compiled
         measured |= {"plain": kept.plain, "tuned": kept.tuned, "tuned_bytes": kept.version.peak_bytes}
         measured["groups"] = kept.groups

@@ -393,14 +393,32 @@ def test_modules_that_are_replaced_or_restored_between_calls_are_seen():
     assert len(fast.decisions) == 1
 
 
-class Deep:
-    """Whose modules no walk finds."""
+class Hidden:
+    """Attributes in slots are not found."""
 
+    __slots__ = ("trainer",)
+
+    def __init__(self):
+        self.trainer = Trainer()
+
+    def step(self, x):
+        return self.trainer.step(x)
+
+
+class Deep:
     def __init__(self):
         self.trainers = (Trainer(),)
 
     def step(self, x):
         return self.trainers[0].step(x)
+
+
+def test_modules_of_objects_in_a_container_of_an_object_are_updated():
+    deep, expected = Deep(), Deep()
+    fast = scheduler.optimize(deep.step)
+    for _ in range(2):
+        np.testing.assert_allclose(fast(batch(3)), expected.step(batch(3)), rtol=1e-4)
+    assert deep.trainers[0].count == 2
 
 
 COUNT = 0
@@ -415,7 +433,7 @@ def counting(x):
 def test_effects_that_cannot_be_carried_are_refused_in_a_sentence():
     for ask in (scheduler.problems, lambda fn, x: scheduler.optimize(fn)(x)):
         with pytest.raises(scheduler.SchedulerError, match="changes a module that is neither an argument nor"):
-            ask(Deep().step, batch(3))
+            ask(Hidden().step, batch(3))
         with pytest.raises(scheduler.SchedulerError, match="assigns COUNT outside of itself"):
             ask(counting, batch(3))
     with pytest.raises(scheduler.SchedulerError, match=r"in_shardings apply to arrays only"):
