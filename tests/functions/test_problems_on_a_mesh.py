@@ -170,10 +170,20 @@ def test_on_one_device_nothing_is_divided():
     assert (found.mesh, [row.problem.m for row in found]) == ("", [32])
 
 
-def test_what_could_be_tuned_is_told_before_it_is_divided():
-    found = scheduler.problems(lambda x, w: tuned_softmax(x @ w), X, W)
-    assert [str(each.row.problem) for each in found.untuned] == ["m=32 n=128 k=64 dtype=float32"]
-    assert "could be, before XLA partitions it:" in repr(found)
+def test_what_optimize_replaces_is_divided_as_tuned_calls_are():
+    def fn(x, w):
+        return tuned_softmax(x @ w)
+
+    found = scheduler.problems(fn, X, W)
+    assert [(row.operation.name, str(row.problem)) for row in found] == [
+        ("softmax", "rows=16 columns=128 dtype=float32")
+    ]
+    assert [(row.operation.name, str(row.problem)) for row in found.untuned] == [
+        ("matmul", "m=16 n=32 k=64 dtype=float32")
+    ]
+    assert counts(scheduler.optimize(fn), X, W) == {
+        f"{row.operation.name} {row.problem}": row.count for row in (*found, *found.untuned)
+    }
 
 
 # How often
