@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scheduler.cli.arguments import AsJson, Fields, HardwareName, OperationName, problem_of, usage_errors
-from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, mesh_text, specs_of
+from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, specs_of
 from scheduler.cli.terminal import Json, console_beside, console_here, print_json, say
 from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError
+from scheduler.core.text import mesh_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

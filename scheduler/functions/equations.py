@@ -243,7 +243,7 @@ def match_equation(
       stored: memory layouts, from `layouts_around` with all `operations_by_primitive`.
     """
     avals = [x.aval for x in equation.invars]
-    layout = stored[layout_key(equation.primitive, avals, equation.params)]
+    layout = stored.get(layout_key(equation.primitive, avals, equation.params))
     found = match(equation.primitive, avals, equation.params, layout)
     return None if isinstance(found, str) else found
 

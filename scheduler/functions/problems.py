@@ -23,6 +23,7 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
+from scheduler.core.text import mesh_text
 from scheduler.dispatch import calls
 from scheduler.functions import equations, posed_calls, problem_report
 from scheduler.functions.equations import Body, ProblemCount, ProblemCounter, Traced
@@ -44,11 +45,6 @@ def _mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
     named = [mesh for mesh in _meshes(function) if mesh.size > 1]
     with_devices = (mesh for mesh in named if isinstance(mesh, Mesh))
     return next(with_devices, named[0] if named else None)
-
-
-def mesh_text(mesh: Mesh | AbstractMesh) -> str:
-    """Formats the axes of a mesh: ``data=2, model=4``."""
-    return ", ".join(f"{name}={extent}" for name, extent in mesh.shape.items())
 
 
 def _posed(function: Traced, over: Mesh | AbstractMesh | None, *, own: bool) -> list[PosedCall]:
@@ -83,7 +79,9 @@ def _partition(function: Traced, over: Mesh | AbstractMesh) -> None:
         jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=posed_calls.PARTITIONING_ONLY)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
-        raise SchedulerError(f"the function cannot be compiled for the mesh {mesh_text(over)}: {message}") from error
+        raise SchedulerError(
+            f"the function cannot be compiled for the mesh {mesh_text(over.shape)}: {message}"
+        ) from error
 
 
 def _meshes(function: Traced) -> Iterator[Mesh | AbstractMesh]:
@@ -113,7 +111,7 @@ def _with_devices(mesh: AbstractMesh) -> Mesh:
         if len(devices) >= mesh.size:
             found = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
             return Mesh(found, mesh.axis_names, axis_types=mesh.axis_types)
-    text = mesh_text(mesh)
+    text = mesh_text(mesh.shape)
     raise SchedulerError(
         f"the function is sharded over {mesh.size} devices ({text}), and this host has {len(jax.devices())}. To find "
         f"the problems of one device, simulate the devices: tile-scheduler extract --mesh {text.replace(' ', '')}, or "
@@ -248,7 +246,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
         chip,
         _counted(others, chip),
         _loops(function.jaxpr),
-        mesh_text(over) if over and partitioned else "",
+        mesh_text(over.shape) if over and partitioned else "",
         _left(tuned, chip),
     )
 

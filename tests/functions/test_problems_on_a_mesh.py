@@ -136,6 +136,19 @@ def test_it_does_not_matter_where_shardings_are_named(by, mesh):
     assert counts(fn, *args) == {product(16, 32, 64): 1}
 
 
+def test_shardings_of_a_jitted_function_divide_what_optimize_replaces_in_it():
+    def attention(x, w):
+        q = (x @ w).reshape(4, 16, 4, 32)
+        return jnp.sin(jax.nn.dot_product_attention(q, q, q))
+
+    jitted = jax.jit(attention, in_shardings=(on("data"), on(None, "model")))
+    found = scheduler.problems(jitted, array(4, 16, 64), array(64, 128))
+    assert {f"{row.operation.name} {row.problem}" for row in found.untuned} == {
+        product(32, 32, 64),
+        "flash_attention batch=2 q_len=16 kv_len=16 heads=1 kv_heads=1 head_dim=32 dtype=float32",
+    }
+
+
 def test_a_mesh_that_is_set_is_one_to_divide_over():
     with jax.set_mesh(MESH):
         fn = lambda x, w: tuned_matmul(lax.with_sharding_constraint(x, P("data")), w)  # noqa: E731
