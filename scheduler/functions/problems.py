@@ -170,7 +170,8 @@ class Problems:
     """The problems of a function, the most expensive first.
 
     Attributes:
-      untuned: The problems that `scheduler.optimize` adds, the most expensive first; empty for its results.
+      tuned: The problems of the tuned calls.
+      untuned: The problems that `scheduler.optimize` would add, the most expensive first; empty for its results.
       hardware: The chip used for the roofline that orders the problems.
       loops: Loops whose counts are unknown: the iterations of a `while`, the branches of a `cond`.
       mesh: The mesh over which XLA partitions the function, as ``data=2, model=4``: tuned problems are those of one
@@ -210,15 +211,16 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
     Backward passes are counted if `fn` differentiates. The counts inside a `lax.scan` are multiplied by its length. The
     iterations of a `while_loop` count as one, and all branches of a `cond` are counted. Calls that pass `schedule=` do
-    not query a store and are left out. Costs are for the current chip, or for `scheduler.target`.
+    not query a store and are left out. Costs are for the current chip, or for `scheduler.target`. `Problems.untuned` has
+    what `scheduler.optimize` would replace besides: attention, row programs and products, found by its own passes.
 
     If XLA partitions `fn` over the devices of a mesh, the problems are those of one device: `fn` is compiled for that
     mesh, with XLA in place of all kernels. Shardings may use a mesh without devices, if the CPU has enough devices.
 
     Args:
       fn: A plain function, or one jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. State that it updates in
-        place (modules, dicts, lists) counts as a result. For a result of `scheduler.optimize`, the problems are those
-        that it poses.
+        place (modules, dicts, lists) counts as a result. For a result of `scheduler.optimize`, what it would replace
+        is tuned, too.
       args, kwargs: Arguments of `fn`. A `jax.ShapeDtypeStruct`, optionally with a sharding, may replace an array. Other
         arguments are constants.
 
