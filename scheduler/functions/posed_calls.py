@@ -51,11 +51,6 @@ class PosedCall:
         """The problems that the call queries from a store; empty if XLA computes it."""
         return [(self.operation, self.problem)] if self.recorder is None else self.recorder.queries
 
-    @property
-    def reason(self) -> str:
-        """Why the call makes no query."""
-        return "; ".join(dict.fromkeys(self.recorder.not_recorded if self.recorder else ())) or "XLA removes the call"
-
 
 def with_regions(
     closed: Any, platform: str, replaces: Callable[[Operation[Any]], bool] = lambda operation: True
@@ -96,11 +91,9 @@ def recorded(
     stored, found = equations.layouts_around(jaxpr, primitives), list[PosedCall]()
 
     def listed(body: Body, equation: Any, operation: Operation[Any], problem: Problem) -> QueryRecorder:
-        recorder = recorder_of(operation, problem)
-        if body.count:
-            line = body.line_of(equation)
-            found.append(PosedCall(operation, problem, body.count, line, None if body.manual else recorder))
-        return recorder
+        recorder = None if body.manual else recorder_of(operation, problem)
+        found.append(PosedCall(operation, problem, body.count, body.line_of(equation), recorder))
+        return recorder or QueryRecorder()
 
     def recording(body: Body, equation: Any) -> Any:
         params = equation.params
@@ -109,10 +102,10 @@ def recorded(
             # XLA partitions calls that allow only the library by itself.
             allowed = given.backends if given.backends == {operation.library.backend} else None
             recorder = QueryRecorder()
-            if given.schedule is None and own != isinstance(given, RecordingOptions):
+            if body.count and given.schedule is None and own != isinstance(given, RecordingOptions):
                 recorder = listed(body, equation, operation, params["problem"])
             return equation.replace(params=params | {"options": RecordingOptions(recorder=recorder, backends=allowed)})
-        if equation.primitive in primitives:
+        if body.count and equation.primitive in primitives:
             if (matched := equations.match_equation(equation, stored)) is None:
                 return equation
             recorder = listed(body, equation, matched[0], matched[1].problem)

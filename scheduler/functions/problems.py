@@ -211,8 +211,8 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
     Backward passes are counted if `fn` differentiates. The counts inside a `lax.scan` are multiplied by its length. The
     iterations of a `while_loop` count as one, and all branches of a `cond` are counted. Calls that pass `schedule=` do
-    not query a store and are left out. Costs are for the current chip, or for `scheduler.target`. `Problems.untuned` has
-    what `scheduler.optimize` would replace besides: attention, row programs and products, found by its own passes.
+    not query a store and are left out. Costs are for the current chip, or for `scheduler.target`. `Problems.untuned`
+    has what `scheduler.optimize` would replace besides: attention, row programs and products, found by its own passes.
 
     If XLA partitions `fn` over the devices of a mesh, the problems are those of one device: `fn` is compiled for that
     mesh, with XLA in place of all kernels. Shardings may use a mesh without devices, if the CPU has enough devices.
@@ -269,8 +269,8 @@ def _counted(posed: Iterable[PosedCall], chip: Hardware) -> tuple[ProblemCount, 
 def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[Left, ...]:
     left = dict[str, ProblemCounter]()
     for call in posed:
-        if not call.queries:
-            counter = left.setdefault(call.reason, ProblemCounter(chip))
+        if call.recorder is not None and not call.recorder.queries:
+            counter = left.setdefault(call.recorder.reason, ProblemCounter(chip))
             counter.add(call.operation, call.problem, call.count, [call.line])
     return tuple(Left(row, reason) for reason, counter in left.items() for row in counter.rows())
 

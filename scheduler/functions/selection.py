@@ -99,7 +99,7 @@ class Partitioned:
         if recorder is None:
             raise NoCandidate("how XLA partitions it is not known")
         if not recorder.queries:
-            raise NoCandidate("; ".join(dict.fromkeys(recorder.not_recorded)) or "XLA removes it")
+            raise NoCandidate(recorder.reason)
         return list(dict.fromkeys(recorder.queries))
 
     def recorder(self, operation: Operation[Any], problem: Problem) -> QueryRecorder | None:
