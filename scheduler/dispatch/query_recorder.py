@@ -45,6 +45,11 @@ class QueryRecorder:
     not_recorded: list[str] = dataclasses.field(default_factory=list)
     shardings: list[Shardings] = dataclasses.field(default_factory=list)
 
+    @property
+    def reason(self) -> str:
+        """Why there are no queries."""
+        return "; ".join(dict.fromkeys(self.not_recorded)) or "XLA removes the call"
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordingOptions(Options):

@@ -21,10 +21,11 @@ from scheduler.functions import comparison, equations, interleaved
 from scheduler.functions.in_place import InPlace, observe_p
 from scheduler.functions.interleaved import Seconds
 from scheduler.functions.noise import with_noise
+from scheduler.functions.posed_calls import by_tuned_call
 from scheduler.functions.pure import pure_call
 from scheduler.functions.rewrite import Refuses, replacement_key, with_tuned_calls
 from scheduler.functions.rewriting import Rewritten
-from scheduler.functions.selection import Partitioned, Selection, by_tuned_call
+from scheduler.functions.selection import Partitioned, Selection
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning

@@ -28,7 +28,6 @@ from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.functions.decided import Decided
 from scheduler.functions.equations import replacing_operations
-from scheduler.functions.problems import PosesProblems
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Trial
 from search_spaces import lowering_compat
@@ -131,7 +130,7 @@ def optimize(
 _OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
-class Optimized(PosesProblems):
+class Optimized:
     """A function compiled with and without tuned kernels, and its decisions by arguments. It is thread-safe."""
 
     def __init__(

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import Sharding
+
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
 from scheduler.functions import equations
@@ -162,7 +164,10 @@ class Rewriter:
         return recognise.graph(jaxpr, {**constants, **known}, self._keeps)
 
     def _keeps(self, call: Any) -> bool:
-        """Returns whether a call stays one equation, so that its rules stay."""
+        """Returns whether a call stays one equation, so that its shardings and its rules stay."""
+        placed = (*call.params.get("in_shardings", ()), *call.params.get("out_shardings", ()))
+        if any(isinstance(x, Sharding) for x in placed):
+            return True
         if self._last:
             return call.primitive.name in _CHECKPOINTS
         return call.primitive.name in _WITH_RULES or derivative_rules.has_own_rule(call, at_ties=True)

@@ -94,10 +94,9 @@ def tune_function(
     whole = CompiledFunction(fn, args)
     found = problems(whole.call, *whole.arrays)
     if not found.tuned:
-        made = ", ".join(dict.fromkeys(each.call for each in found.untuned)) or "tuned functions"
         raise SchedulerError(
-            f"{_name(fn)} makes no tuned call, so there is nothing to plan: call {made} in it, or use "
-            f"scheduler.optimize({_name(fn)}) instead"
+            f"{_name(fn)} makes no tuned call, so there is nothing to plan: call tuned functions in it, or "
+            f"use scheduler.optimize({_name(fn)}) instead"
         )
     for row in found.tuned:
         named_backends(row.operation, backends)

@@ -160,7 +160,7 @@ def test_a_layer_of_experts_and_its_gradient_get_grouped_products():
     assert forward | backward <= grouped["ragged_dot"]
     assert grouped["ragged_dot_weights"] == forward
     assert not decided.left
-    counted = {f"{row.operation.name} {row.problem}": row.count for row in fast.problems(params, x).tuned}
+    counted = {f"{row.operation.name} {row.problem}": row.count for row in scheduler.problems(fast, params, x)}
     assert counted["ragged_dot_weights rows=66 groups=4 k=12 n=20 dtype=float32"] == 2
 
 

@@ -213,7 +213,7 @@ def test_a_shard_map_inside_of_explicit_axes_stays_with_xla_and_that_is_said():
 
 
 def test_the_problems_to_tune_are_those_of_one_device():
-    found = scheduler.optimize(sgd).problems(placed(WEIGHTS), placed(X, "data"))
+    found = scheduler.problems(scheduler.optimize(sgd), placed(WEIGHTS), placed(X, "data"))
     assert found.mesh == "data=2"
     assert {str(row.problem): row.count for row in found} == {
         "m=4 n=32 k=16 dtype=float32": 1,
