@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,23 +17,26 @@ _MOVES = ("reshard", "mesh_cast")
 
 
 def on_automatic_axes(closed: Any) -> Any:
-    """Returns a closed jaxpr of the same arguments and results, whose equations are on automatic axes.
+    """Returns a closed jaxpr of the same arguments and results, whose equations are on no explicit axes.
 
     On explicit axes, types have shardings, which replaced equations would have to keep. Arguments and results keep
     theirs, and `jax.sharding.reshard` becomes a constraint. XLA decides about other arrays.
 
     Raises:
-      NotImplementedError: The function has a `jax.shard_map`.
+      NotImplementedError: The function has a `jax.shard_map` on explicit axes.
     """
-    mesh = next(x.sharding.mesh for x in closed.in_avals if _is_explicit(x.sharding.mesh))
+    meshes = [x.sharding.mesh for x in (*closed.in_avals, *map(jax.typeof, closed.consts))]
+    if (mesh := next(filter(_is_explicit, meshes), None)) is None:
+        return closed
     whole = NamedSharding(mesh, PartitionSpec())
     shardings = [whole if x.sharding.mesh.empty else x.sharding for x in closed.out_avals]
-
-    def run(*arrays: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, arrays)
-
     structs = [_struct(x, x.sharding) for x in closed.in_avals]
-    return jax.make_jaxpr(jax.sharding.auto_axes(run, out_sharding=shardings))(*structs)
+
+    @functools.partial(jax.sharding.auto_axes, out_sharding=shardings)
+    def run(constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        return _evaluated(closed.jaxpr, constants, arrays)
+
+    return jax.make_jaxpr(lambda *arrays: run(closed.consts, arrays))(*structs)
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

@@ -26,11 +26,12 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.text import mesh_text
 from scheduler.dispatch import calls
 from scheduler.functions import equations, posed_calls, problem_report
+from scheduler.functions.automatic_axes import on_automatic_axes
 from scheduler.functions.equations import Body, ProblemCount, ProblemCounter, Traced
 from scheduler.functions.optimize import Optimized
 from scheduler.functions.posed_calls import PosedCall
 from scheduler.functions.pure import pure_call
-from search_spaces import fingerprint, jax_compat
+from search_spaces import fingerprint
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     function = equations.traced(pure.function, *pure.arrays)
     over = _mesh_of(function)
     tuned, others = _posed(function, over, own=True), list[PosedCall]()
-    if not jax_compat.are_explicit(x.aval for x in (*function.jaxpr.invars, *function.jaxpr.constvars)):
+    with contextlib.suppress(NotImplementedError):  # `optimize` leaves all on explicit axes to XLA then
         others = _posed(_with_regions(function, chip), over, own=False)
     partitioned = any(call.recorder for call in tuned + others)
     if optimized is not None:
@@ -254,7 +255,8 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
 
 def _with_regions(function: Traced, chip: Hardware) -> Traced:
-    closed = posed_calls.with_regions(core.ClosedJaxpr(function.jaxpr, function.constants), chip.platform)
+    closed = on_automatic_axes(core.ClosedJaxpr(function.jaxpr, function.constants))
+    closed = posed_calls.with_regions(closed, chip.platform)
     return Traced(fingerprint.opened_jaxpr(closed), tuple(closed.consts), function.arguments)
 
 

@@ -16,7 +16,7 @@ from scheduler.dispatch.primitive import tuned_call
 from scheduler.dispatch.query_recorder import QueryRecorder, Shardings
 from scheduler.functions import posed_calls
 from scheduler.functions.automatic_axes import on_automatic_axes
-from search_spaces import jax_compat, lowering_compat, partitioning_compat
+from search_spaces import lowering_compat, partitioning_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -124,11 +124,10 @@ def where(traced: Any, platform: str) -> Mapping[str, Any]:
         return {"traced": traced, "regions_on": platform}
     if jax.process_count() > 1:  # processes would have to agree on the problems of one device
         return {"traced": traced}
-    if jax_compat.are_explicit(traced.jaxpr.in_avals):
-        try:
-            traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
-        except (NotImplementedError, ValueError, TypeError):
-            return {"traced": traced}
+    try:
+        traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
+    except NotImplementedError:
+        return {"traced": traced}
     return {"traced": traced, "regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
 

@@ -212,8 +212,10 @@ def test_a_shard_map_inside_of_explicit_axes_stays_with_xla_and_that_is_said():
     assert "m=8 " not in str(used(fast.decisions[0])), "a product of both devices"
 
 
-def test_the_problems_to_tune_are_those_of_one_device():
-    found = scheduler.problems(scheduler.optimize(sgd), placed(WEIGHTS), placed(X, "data"))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_problems_to_tune_are_those_of_one_device(axis_type):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    found = scheduler.problems(scheduler.optimize(sgd), placed(WEIGHTS, mesh=mesh), placed(X, "data", mesh=mesh))
     assert found.mesh == "data=2"
     assert {str(row.problem): row.count for row in found} == {
         "m=4 n=32 k=16 dtype=float32": 1,
