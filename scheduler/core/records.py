@@ -304,8 +304,8 @@ class Record:
       stopped: why the search ended; "" in an old record.
       failed: backends without an entry because all their candidates failed; empty in an old record.
       library: the backend of the baseline.
-      brief: the search was short: it was made while learning, or mainly tried the winners at the two neighbouring
-        points of a range. Calls use the record, but it does not replace a full search.
+      brief: the search was short: it mainly tried the winners at the two neighbouring points of a range. Calls use the
+        record, but it does not replace a full search.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
       legal: the fingerprint of the legal schedules of kernels whose version is 0; "" without such a kernel.
       notes: what users must know about the results of these schedules, one sentence each.

@@ -153,7 +153,7 @@ def stale_reason(
     if not entry.measurement.estimated and entry.measurement.l2 != found:
         return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
     if record.brief and not brief:
-        return "only a few schedules were tried, while learning or between two points of a range"
+        return "only a few schedules were tried, between two points of a range"
     return None
 
 
