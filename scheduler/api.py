@@ -23,7 +23,7 @@ from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.stored import evidence
 from scheduler.measure.runner import RunnerOptions
-from scheduler.prediction.between import answer
+from scheduler.prediction import predict as prediction
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
 from scheduler.store.store import require_store
@@ -179,15 +179,14 @@ def predict(
     """Returns the top prediction for `problem` on the chip `kind`, without measuring.
 
     None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar
-    problems on that chip contribute to the prediction. If there is a valid record of the problem, or of a range that
-    contains it, the result is that record's schedule.
+    problems on that chip contribute to the prediction. If there is a valid record of the problem, the result is that
+    record's schedule.
     """
     operation, args = _named(operation, (problem,))
     named = calls.target.value if kind is None else arguments.checked_text("kind", kind)
     chip = chips.detect() if kind is None and not named else chips.find(named)
     found = evidence(dispatch.user_cache(), operation, args, chip)
-    among = named_backends(operation, backends)
-    return answer(operation, args, chip, backends=among, records=found.records, ranges=found.ranges)
+    return prediction.predict(operation, args, chip, backends=named_backends(operation, backends), records=found)
 
 
 def _named(

@@ -355,7 +355,7 @@ class _Selection:
             self.problem,
             hardware,
             backends=self.options.backends,
-            records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several).records,
+            records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several),
             shared_only=several,
             loss_per_gain=self.options.loss_per_gain,
         )

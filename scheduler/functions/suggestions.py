@@ -13,7 +13,7 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
 from scheduler.functions import equations
 from scheduler.functions.equations import ProblemCount, ProblemCounter, inside, is_backward, line_of
-from scheduler.prediction.between import answer
+from scheduler.prediction.predict import predict
 from search_spaces import OPERATIONS, jax_compat, load, recognise
 from search_spaces.operation import Operation
 from search_spaces.recognise import Recognised
@@ -120,7 +120,7 @@ def _gain(row: ProblemCount, chip: Hardware) -> float | None:
         return None
     try:
         stored = evidence(dispatch.user_cache(), row.operation, row.problem, chip)
-        found = answer(row.operation, row.problem, chip, records=stored.records, ranges=stored.ranges)
+        found = predict(row.operation, row.problem, chip, records=stored)
     except SchedulerError:
         return None
     gain = found.library_s / found.predicted_s
