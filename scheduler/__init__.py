@@ -11,13 +11,11 @@ from tile_scheduler import __version__
 
 if TYPE_CHECKING:
     from scheduler.api import (
-        learning_budget,
         predict,
         reload,
         target,
         tune,
         tuned,
-        wait_for_learning,
     )
     from scheduler.attention_calls import tuned_flash_attention
     from scheduler.core.errors import (
@@ -67,7 +65,6 @@ __all__ = [
     "WorkerError",
     "__version__",
     "autotune",
-    "learning_budget",
     "optimize",
     "plan",
     "predict",
@@ -94,7 +91,6 @@ __all__ = [
     "tuned_scaled_matmul",
     "tuned_silu_and_mul",
     "tuned_softmax",
-    "wait_for_learning",
 ]
 
 tile_scheduler.warn()

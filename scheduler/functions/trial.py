@@ -32,7 +32,7 @@ from search_spaces.configuration import comparisons
 
 # The policies for a version without some kernels. Products within a region that is left out may have no record: they
 # stay with XLA, too, so nothing is searched for them, and no miss is an error.
-_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "learn": "model", "error": "xla"}
+_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "error": "xla"}
 
 
 @dataclasses.dataclass(frozen=True)
