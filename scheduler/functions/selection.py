@@ -135,7 +135,7 @@ class Partitioned:
 
 
 def where(traced: Any, platform: str) -> Mapping[str, Any]:
-    """Returns where the result of a `jax.jit` trace runs, as arguments of `ablation.lower_with_kernels`."""
+    """Returns where the result of a `jax.jit` trace runs, as arguments of `lowering.lower_with_kernels`."""
     if lowering_compat.device_count(traced.lower()) == 1:
         return {"regions_on": platform}
     # On explicit axes types have shardings, which replaced equations would have to keep. Processes would have to agree
