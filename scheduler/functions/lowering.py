@@ -24,7 +24,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 # Why XLA computes an equation that it partitions, if the problems of one device are not searched for.
-NOT_PARTITIONED = "it is on explicit axes of a mesh, or on devices of several processes"
+NOT_PARTITIONED = "it is on explicit axes of a mesh"
 
 
 @dataclasses.dataclass(frozen=True)

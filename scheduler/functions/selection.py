@@ -138,9 +138,8 @@ def where(traced: Any, platform: str) -> Mapping[str, Any]:
     """Returns where the result of a `jax.jit` trace runs, as arguments of `lowering.lower_with_kernels`."""
     if lowering_compat.device_count(traced.lower()) == 1:
         return {"regions_on": platform}
-    # On explicit axes types have shardings, which replaced equations would have to keep. Processes would have to agree
-    # on the problems of one device.
-    if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
+    # On explicit axes types have shardings, which replaced equations would have to keep.
+    if jax_compat.are_explicit(traced.jaxpr.in_avals):
         return {}
     return {"regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
