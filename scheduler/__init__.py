@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from scheduler.functions.plan import plan
     from scheduler.functions.problems import problems
     from scheduler.functions.rewrite import rewrite
-    from scheduler.functions.tune_function import tune_function
     from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
     from scheduler.product_calls import tuned_gated_matmul, tuned_scaled_matmul
@@ -75,7 +74,6 @@ __all__ = [
     "target",
     "threefry13",
     "tune",
-    "tune_function",
     "tuned",
     "tuned_cross_entropy",
     "tuned_flash_attention",
@@ -103,7 +101,6 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "rewrite": "scheduler.functions.rewrite",
     "Plan": "scheduler.core.plan",
     "plan": "scheduler.functions.plan",
-    "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
     "threefry13": "search_spaces.random_bits",

@@ -45,7 +45,7 @@ class Found:
       count: how often one call of the function runs the region.
       line: the line of the user's code; None if unknown.
       reason: why the region is left alone; "" if it is replaced.
-      key: that of the replacement (`Rewriter`); "" if the region is left alone.
+      key: that of the replacement (`Rewriter`); "" if no kernel is selected for the region.
     """
 
     calls: tuple[tuple[Operation[Any], Problem], ...]
@@ -83,6 +83,11 @@ class Rewritten:
     @property
     def replaced(self) -> tuple[Found, ...]:
         return tuple(each for each in self.found if not each.reason)
+
+    @property
+    def dropped(self) -> tuple[Found, ...]:
+        """The regions that are left alone although kernels are selected for them."""
+        return tuple(each for each in self.found if each.reason and each.key)
 
     @property
     def left(self) -> Mapping[str, int]:
@@ -253,15 +258,17 @@ class Rewriter:
                     continue
                 calls = tuple((stage.operation, stage.problem) for stage in each.stages)
                 tuned = [functools.partial(self._call, x.operation, x.problem, x.params) for x in each.stages]
+                key = ""
                 try:
                     reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
+                    key = "" if reason else self._key(each)
                     if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
                         reason = f"{operation.name}: {wrong}"
                 except SchedulerError:
                     raise
                 except Exception as error:  # any error of a kernel, compiler or device costs this region alone
                     reason = f"{operation.name}: its kernels failed: {_text(error)}"
-                self._found.append(Found(calls, count, line, reason, "" if reason else self._key(each)))
+                self._found.append(Found(calls, count, line, reason, key))
                 if not reason:
                     for number, stage in enumerate(each.stages):
                         inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)

@@ -114,7 +114,7 @@ class Partitioned:
 
 
 def where(traced: Any, platform: str) -> Mapping[str, Any]:
-    """Returns what is lowered and where it runs, as arguments of `ablation.lower_with_kernels`.
+    """Returns what is lowered and where it runs, as arguments of `lowering.lower_with_kernels`.
 
     Args:
       traced: The result of a `jax.jit` trace.
@@ -122,8 +122,6 @@ def where(traced: Any, platform: str) -> Mapping[str, Any]:
     """
     if lowering_compat.device_count(traced.lower()) == 1:
         return {"traced": traced, "regions_on": platform}
-    if jax.process_count() > 1:  # processes would have to agree on the problems of one device
-        return {"traced": traced}
     try:
         traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
     except NotImplementedError:

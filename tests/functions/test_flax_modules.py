@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import scheduler
-from scheduler.functions import ablation, optimize
+from scheduler.functions import optimize
 from scheduler.functions.pure import pure_call
 
 pytestmark = pytest.mark.slow
@@ -157,16 +157,6 @@ def test_modules_that_are_captured_or_are_shapes_are_planned_alike():
 def test_derivatives_that_are_dropped_are_never_dropped_in_silence():
     with pytest.warns(RuntimeWarning, match="computes derivatives that none of its results needs"):
         scheduler.problems(jax.jit(step), *made(Tuned), batch(3))  # as jax.jit has it, the updates are lost
-
-
-def test_a_plan_of_a_step_is_of_all_its_problems_and_leaves_modules_as_they_are(monkeypatch):
-    monkeypatch.setattr(ablation, "SECONDS_OF_VARIANT", 0.05)
-    model, optimizer = made(Tuned)
-    before = jax.tree.map(jnp.copy, state(model, optimizer))
-    plan = scheduler.tune_function(nnx.jit(step), model, optimizer, batch(3), minutes=0)
-    assert sorted(answer.count for answer in plan.answers) == sorted(STEP.values())
-    assert_same(state(model, optimizer), before)
-    assert int(optimizer.step[...]) == 0
 
 
 @pytest.mark.parametrize(

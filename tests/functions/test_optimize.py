@@ -396,7 +396,7 @@ def test_operands_are_freed_once_they_are_compared(monkeypatch):
 
 @pytest.mark.parametrize("change", [lambda x: x + 1e-2, lambda x: x[::-1], lambda x: x.at[0, 0].set(7.0)])
 def test_a_function_that_is_put_together_wrongly_leaves_xlas_with_a_warning(monkeypatch, change):
-    monkeypatch.setattr("scheduler.functions.ablation.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
+    monkeypatch.setattr("scheduler.functions.lowering.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
 
     def changed(jaxpr):
         run = jax.make_jaxpr(lambda *args: [change(x) for x in core.jaxpr_as_fun(jaxpr)(*args)])

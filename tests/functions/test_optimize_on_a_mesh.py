@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.functions import stored_decisions
-from scheduler.functions.ablation import NOT_PARTITIONED
 from scheduler.functions.collectives import collectives
+from scheduler.functions.lowering import NOT_PARTITIONED
 from scheduler.functions.stored_decisions import key_of
 
 pytestmark = pytest.mark.slow
