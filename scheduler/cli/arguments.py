@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import job_queue
     from scheduler.search.job_queue import Executor
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -35,55 +35,48 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
+def reject(combinations: Mapping[str, bool]) -> None:
+    """Raises BadParameter with the first message of which the condition holds."""
+    for message, holds in combinations.items():
+        if holds:
+            raise typer.BadParameter(message)
 
 
-OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
+_OPERATION = "A name (matmul), package.module:NAME, or file.py:NAME."
+_TIMEOUT = {"min": 0.001, "callback": finite}
 
-
+OperationName = Annotated[str, typer.Argument(help=_OPERATION)]
+OptionalOperation = Annotated[str | None, typer.Argument(help=_OPERATION)]
+OnlyOperation = Annotated[
+    str | None,
+    typer.Option("--operation", help="Only this operation: a name, package.module:NAME, or file.py:NAME."),
+]
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
-
-
-HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]
-
-
-Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips with this text in their names (any case).")]
-
-
-Everything = Annotated[bool, typer.Option("--all", help="Include records shipped for other chips than the local one.")]
-
-
-Device = Annotated[int, typer.Option(min=0, max=MOST, help="Index of the GPU among the visible ones.")]
-
-
+OptionalFields = Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")]
+JobFile = Annotated[Path | None, typer.Option(help="A TOML file that lists problems.")]
+Backends = Annotated[
+    str | None, typer.Option(help="Kernels to try in addition to XLA: comma-separated names, or pallas.")
+]
 Part = Annotated[
     str | None,
     typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share a job but no cache."),
 ]
-
-
 Own = Annotated[
     list[str] | None,
     typer.Option(help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."),
 ]
-
-
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]
+Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips with this text in their names (any case).")]
+Everything = Annotated[bool, typer.Option("--all", help="Include records shipped for other chips than the local one.")]
+Most = Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 includes all.")]
+Device = Annotated[int, typer.Option(min=0, max=MOST, help="Index of the GPU among the visible ones.")]
 CompileTimeout = Annotated[
-    float | None,
-    typer.Option(min=0.001, callback=finite, help="Timeout for compiling a candidate, in seconds.  [default: adapts]"),
+    float | None, typer.Option(help="Timeout for compiling a candidate, in seconds.  [default: adapts]", **_TIMEOUT)
 ]
-
-
 RunTimeout = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        callback=finite,
-        help="Timeout for running a candidate, in seconds.  [default: adapts]",
-    ),
+    float | None, typer.Option(help="Timeout for running a candidate, in seconds.  [default: adapts]", **_TIMEOUT)
 ]
 
 
@@ -97,13 +90,8 @@ def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Proble
         raise ValueError(f"{operation.name}: {error}") from error
 
 
-def named_tasks(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> list[Task]:
+def named_tasks(operation: Operation[Any], fields: Sequence[str], search: SearchOptions) -> list[Task]:
     """Returns the search task for the problem, or those for the points of a range, of command-line fields.
-
-    Args:
-      operation: the operation.
-      fields: the fields, as ``name=value``.
-      search: the search options of the task.
 
     Raises:
       ValueError: the fields are not a problem or a range.
@@ -111,7 +99,7 @@ def named_tasks(operation: Operation[Any], fields: Sequence[str], search: Mappin
     from scheduler.search import jobs
 
     try:
-        return jobs.tasks_of(operation, field_texts(fields), **search)
+        return jobs.tasks_of(operation, field_texts(fields), search)
     except ValueError as error:
         raise ValueError(f"{operation.name}: {error}") from error
 
@@ -242,8 +230,6 @@ def chip_of(identity: str) -> Hardware | None:
 # Selection of the cluster for a job.
 
 Engine = Annotated[str | None, typer.Option(help="Engine that distributes a job over the GPUs of several hosts: ray.")]
-
-
 Address = Annotated[
     str | None,
     typer.Option(help="Address of the cluster: HOST:PORT, auto, or local (starts one on this host).  [default: auto]"),
@@ -346,8 +332,8 @@ Devices = Annotated[
 ]
 
 
-def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
-    """Returns an executor for each device in `text`; "all" without a GPU is this CPU.
+def chosen(text: str | None, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
+    """Returns an executor for each device in `text`; "all" without a GPU is this CPU, None the device of `options`.
 
     Raises:
       BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
@@ -355,6 +341,8 @@ def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list
     from scheduler.measure.gpu import Gpu
     from scheduler.search import job_queue
 
+    if text is None:
+        return [job_queue.DeviceExecutor.for_operation(operation, options)]
     chips = Gpu.chips()
     if text == "all" and not chips:
         return [job_queue.DeviceExecutor.for_operation(operation, options, "the CPU")]

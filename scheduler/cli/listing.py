@@ -20,6 +20,8 @@ from scheduler.cli.arguments import (
     AsJson,
     Chips,
     Everything,
+    Most,
+    OnlyOperation,
     ask_stores,
     chip_of,
     file_errors,
@@ -27,7 +29,7 @@ from scheduler.cli.arguments import (
     usage_errors,
     wanted_by,
 )
-from scheduler.cli.terminal import console_here, output, print_command, print_json, say, shown_count
+from scheduler.cli.terminal import console_here, counted, output, print_command, print_json, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.records import Key
@@ -166,10 +168,10 @@ class _Here:
 
 
 def list_(
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    operation: OnlyOperation = None,
     hardware: Chips = None,
     everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 prints all.")] = MOST,
+    most: Most = MOST,
     as_json: AsJson = False,
 ) -> None:
     """List stored schedules: the user's own, those shipped for the local chip, and unfinished searches."""
@@ -236,12 +238,10 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
 
 def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
-    operation: Annotated[
-        str | None, typer.Option(help="Only this operation; a user-defined one as package.module:NAME or file.py:NAME.")
-    ] = None,
+    operation: OnlyOperation = None,
     hardware: Chips = None,
     everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 writes all.")] = MOST,
+    most: Most = MOST,
     pictures: Annotated[
         str, typer.Option(help="Pictures of each record: few, all or none. Drawing takes most of the time.")
     ] = "few",
@@ -267,8 +267,7 @@ def report(
     versions = {"tile-scheduler": __version__, "jax": importlib.metadata.version("jax")}
     origin = page.Origin(list(stored.stores), versions, f"{now:%Y-%m-%dT%H:%M:%SZ}", stored.left_out_texts())
     rows = [(where, record, stored.stores[where].last_trials(record.key)) for where, record in stored.records]
-    with shown_count("explaining records", len(rows)) as count:
-        records = list(count(content.gather(rows, own)))
+    records = list(counted("explaining records", len(rows))(content.gather(rows, own)))
     if pictures == "none":
         drawn = draw.no_pictures(records, "This report was written without pictures (--pictures none).")
     elif not plots.available():
@@ -276,8 +275,8 @@ def report(
             records, "Pictures need matplotlib: run pip install 'tile-scheduler[plots]', and write the report again."
         )
     else:
-        with shown_count("drawing the pictures of records", len(records)) as count:
-            drawn = draw.drawn_pictures(records, count, every=pictures == "all")
+        count = counted("drawing the pictures of records", len(records))
+        drawn = draw.drawn_pictures(records, count, every=pictures == "all")
     text = page.page(records, stored.unfinished, origin, drawn)
     with file_errors(out):
         replace_text(out, text)

@@ -11,10 +11,14 @@ import typer
 
 from scheduler.cli.arguments import (
     AsJson,
+    Backends,
     CompileTimeout,
     Device,
     HardwareName,
+    JobFile,
     OperationName,
+    OptionalFields,
+    OptionalOperation,
     Own,
     Part,
     RunTimeout,
@@ -23,23 +27,22 @@ from scheduler.cli.arguments import (
     hardware_here,
     problem_of,
     read_text,
+    reject,
     require_directory,
     require_writable,
     usage_errors,
     user_store,
 )
-from scheduler.cli.terminal import output, print_json, say, shown_progress
+from scheduler.cli.terminal import output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
 
 
 def sweep(
     out: Annotated[Path, typer.Option(help="The file to write (.jsonl.gz), or the directory for the files of a job.")],
-    operation: Annotated[
-        str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
-    ] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    job: Annotated[Path | None, typer.Option(help="A TOML file that lists problems to measure.")] = None,
+    operation: OptionalOperation = None,
+    fields: OptionalFields = None,
+    job: JobFile = None,
     sample: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Number of schedules, drawn at random.  [default: all]")
     ] = None,
@@ -48,9 +51,7 @@ def sweep(
         int, typer.Option(min=0, max=MOST, help="Number of fastest schedules to measure again at the end, interleaved.")
     ] = 20,
     seed: Seed = 0,
-    backends: Annotated[
-        str | None, typer.Option(help="Kernels to sweep in addition to XLA: comma-separated names, or pallas.")
-    ] = None,
+    backends: Backends = None,
     device: Device = 0,
     part: Part = None,
     own: Own = None,
@@ -61,25 +62,26 @@ def sweep(
 
     The same command resumes an interrupted sweep.
     """
-    if (operation is None) == (job is None):
-        raise typer.BadParameter("give either an operation with its fields, or a job: --job job.toml")
-    if part is not None and job is None:
-        raise typer.BadParameter("--part needs --job")
-    if job is not None and backends is not None:
-        raise typer.BadParameter("set backends of a job in its file")
+    reject(
+        {
+            "give either an operation with its fields, or a job: --job job.toml": (operation is None) == (job is None),
+            "--part needs --job": part is not None and job is None,
+            "set backends of a job in its file": job is not None and backends is not None,
+        }
+    )
     from scheduler.cli import search_report
     from scheduler.measure.pool import start_runner
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
 
     with usage_errors():
         if job is not None:
             tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
         else:
             op, problem = problem_of(str(operation), fields or [])
-            tasks = [Task(op, problem, backends=jobs.parse_backends(op, backends))]
+            tasks = [Task(op, problem, SearchOptions(backends=jobs.parse_backends(op, backends)))]
     if job is None:
         require_writable(out)
     else:
@@ -96,18 +98,18 @@ def sweep(
                 runner = start_runner(task.operation, RunnerOptions(device, None, compile_timeout, run_timeout))
                 stack.callback(runner.close)
             path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
-            with shown_progress() as progress:
+            with shown_searches() as shown:
                 head, trials = sweeps.sweep(
                     task.operation,
                     task.problem,
                     path,
                     runner,
-                    backends=task.backends,
+                    backends=task.options.backends,
                     sample=sample,
                     seed=seed,
                     repetitions=repetitions,
                     again=again,
-                    progress=functools.partial(progress, task),
+                    progress=functools.partial(shown.search, task),
                 )
             output(
                 *search_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""

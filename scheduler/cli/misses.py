@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +13,8 @@ from rich.console import RenderableType
 from scheduler.cli.arguments import (
     AsJson,
     Chips,
+    OptionalFields,
+    OptionalOperation,
     Own,
     chip_of,
     open_stores,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Miss, Record
     from scheduler.search.missed import Missed
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -42,10 +44,8 @@ MANY_MISSES = 500
 
 
 def misses(
-    operation: Annotated[
-        str | None, typer.Argument(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
-    ] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="Only this problem, as name=value.")] = None,
+    operation: OptionalOperation = None,
+    fields: OptionalFields = None,
     hardware: Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Include misses that a record covers now.")] = False,
     forget: Annotated[
@@ -82,13 +82,15 @@ def misses(
 def tasks_missed(
     store: Store,
     local_chip: Hardware,
-    search: Callable[[Operation[Any], Problem], Task],
+    search: SearchOptions,
+    *,
     everything: bool,
     part: str | None,
     own: Sequence[str],
 ) -> list[Task]:
     """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
+    from scheduler.search.task import Task
 
     _load(own)
     kept = store.misses.all()
@@ -105,7 +107,7 @@ def tasks_missed(
         say(f"{len(skipped)} problems are left out: {gain} (--all includes them)")
     with usage_errors():
         mine = jobs.part(selected, part or "1/1")
-    tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
+    tasks = [Task(one.operation, one.problem, search) for one in mine if one.operation and one.problem]
     if not tasks:
         output(f"No call on {local_chip.id} missed a record that is worth a search.")
     return tasks

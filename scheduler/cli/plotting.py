@@ -15,6 +15,8 @@ from rich.text import Text
 
 from scheduler.cli.arguments import (
     HardwareName,
+    OptionalFields,
+    OptionalOperation,
     ask_stores,
     chip_of,
     field_texts,
@@ -49,8 +51,8 @@ Plot = Annotated[str, typer.Argument(help=f"{', '.join(MANY)}; of one problem: {
 
 def plot(
     what: Plot,
-    operation: Annotated[str | None, typer.Argument(help="An operation; by default all.")] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    operation: OptionalOperation = None,
+    fields: OptionalFields = None,
     hardware: HardwareName = None,
     recording: Annotated[
         list[Path] | None, typer.Option(help="A recorded sweep instead of stored records. Repeatable.")

@@ -10,6 +10,9 @@ import typer
 
 from scheduler.cli.arguments import (
     Chips,
+    OnlyOperation,
+    OptionalFields,
+    OptionalOperation,
     file_errors,
     hardware_here,
     problem_of,
@@ -32,7 +35,7 @@ def export(
     file: Annotated[
         Path | None, typer.Argument(help="A file, or a directory such as records/; by default standard output.")
     ] = None,
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    operation: OnlyOperation = None,
     hardware: Chips = None,
     index: Annotated[
         bool,
@@ -130,8 +133,8 @@ def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
 
 
 def forget(
-    operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    operation: OptionalOperation = None,
+    fields: OptionalFields = None,
     hardware: Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all (of the operation, on the chip).")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ from scheduler.cli.arguments import (
     Chips,
     CompileTimeout,
     Device,
+    OnlyOperation,
     RunTimeout,
     Seed,
     field_texts,
@@ -26,9 +27,7 @@ from scheduler.core.errors import SchedulerError
 
 def verify(
     fields: Annotated[list[str] | None, typer.Argument(help="Only problems with these fields, as name=value.")] = None,
-    operation: Annotated[
-        str | None, typer.Option(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
-    ] = None,
+    operation: OnlyOperation = None,
     hardware: Chips = None,
     shipped: Annotated[bool, typer.Option("--shipped", help="Verify the records shipped with this package.")] = False,
     within: Annotated[
@@ -53,10 +52,9 @@ def verify(
     from scheduler.store.store import shipped as shipped_store
     from search_spaces import load
 
-    with usage_errors():
-        op = load(operation) if operation is not None else None
     options = RunnerOptions(device, None, compile_timeout, run_timeout)
     with usage_errors():
+        op = load(operation) if operation is not None else None
         wanted = field_texts(fields or [])
     user = user_store()
     store = shipped_store() if shipped else user
@@ -67,13 +65,7 @@ def verify(
     if update or any(record.imported for record in records):
         user.require_writable()
     verdicts, stored_count = [], 0
-    for verdict in reverify(
-        records,
-        operation=op,
-        options=options,
-        within=within / 100,
-        seed=seed,
-    ):
+    for verdict in reverify(records, operation=op, options=options, within=within / 100, seed=seed):
         verdicts.append(verdict)
         say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
         if verdict.refreshed is not None and (update or verdict.record.imported):

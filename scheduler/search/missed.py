@@ -156,5 +156,7 @@ class TimeBudget:
             if (remaining := self._until - now) <= 0:
                 self.left += 1
                 return None
-        bound = min(remaining, math.inf if task.seconds is None else task.seconds)
-        return task if bound == math.inf else dataclasses.replace(task, seconds=bound)
+        seconds = task.options.seconds
+        bound = min(remaining, math.inf if seconds is None else seconds)
+        bounded = dataclasses.replace(task.options, seconds=None if bound == math.inf else bound)
+        return dataclasses.replace(task, options=bounded)

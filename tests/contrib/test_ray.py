@@ -17,7 +17,7 @@ from scheduler.contrib.fleet import ray_cluster
 from scheduler.core.errors import SchedulerError
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search import jobs
-from scheduler.search.task import Task
+from scheduler.search.task import SearchOptions, Task
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 HOST = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}
-SMALL = [Task(FAULTY, FaultyProblem(n, "ok"), budget=2) for n in (8, 16, 24, 32, 40, 48)]
-SHIPPED = Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), budget=3)
+SMALL = [Task(FAULTY, FaultyProblem(n, "ok"), SearchOptions(budget=2)) for n in (8, 16, 24, 32, 40, 48)]
+SHIPPED = Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), SearchOptions(budget=3))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def searched(cluster, tasks, store, met=lambda step: None):
 
 
 def gated(gate):
-    return Task(GATED, GatedProblem(8, str(gate)), budget=4)
+    return Task(GATED, GatedProblem(8, str(gate)), SearchOptions(budget=4))
 
 
 def test_every_host_searches_a_job_and_a_process_that_is_killed_loses_nothing(cluster, store, gate):
@@ -106,7 +106,7 @@ def test_every_host_searches_a_job_and_a_process_that_is_killed_loses_nothing(cl
 
 
 def test_a_problem_that_kills_two_processes_has_failed_and_the_others_are_searched(cluster, store):
-    fatal = Task(FAULTY, FaultyProblem(8, "exit"), budget=2)
+    fatal = Task(FAULTY, FaultyProblem(8, "exit"), SearchOptions(budget=2))
     results, _ = searched(cluster, [fatal, *SMALL[:3]], store)
     assert [results[str(task)].state for task in SMALL[:3]] == ["tuned"] * 3
     failed = results[str(fatal)]
@@ -198,7 +198,7 @@ def test_a_place_is_a_gpu_that_no_other_work_has(cluster):
 def test_hosts_without_a_gpu_compile_for_the_others_and_the_records_are_the_same(store, monkeypatch):
     from ray.cluster_utils import Cluster
 
-    tasks = [Task(REPEATED, DoubleProblem(n), budget=5) for n in (512, 1024)]
+    tasks = [Task(REPEATED, DoubleProblem(n), SearchOptions(budget=5)) for n in (512, 1024)]
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
         for name, value in (("RAY_TMPDIR", short), ("JAX_PLATFORMS", "cpu"), ("RAY_AUTH_MODE", "disabled")):
             monkeypatch.setenv(name, value)

@@ -127,10 +127,9 @@ class Agent:
             operation = _loaded(order)
             problem = operation.problem.from_canonical(order.problem, order.reference)
             backends = frozenset(order.backends) or None
-            task = Task(operation, problem, order.budget, order.seconds, backends)
-            how = SearchOptions(order.seed, order.l2, sampler=order.sampler)
+            how = SearchOptions(order.budget, order.seconds, backends, order.seed, order.l2, sampler=order.sampler)
             self._device.open()
-            record = self._device.search(task, how, relay, lambda step: say(_progress_report(step)))
+            record = self._device.search(Task(operation, problem, how), relay, lambda step: say(_progress_report(step)))
         except ExecutorLost as error:
             return SearchFailed(str(error), device=True)
         except (SchedulerError, DeclarationError) as error:

@@ -24,7 +24,7 @@ from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Record, key_of
 from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search.task import SearchOptions, Task
+from scheduler.search.task import Task
 from scheduler.search.trial_parameters import TrialParameters
 from scheduler.search.trials import TrialStore
 from search_spaces.target import Target
@@ -107,13 +107,11 @@ class RayExecutor:
                 self._set_description(description)
                 self._lost = False
 
-    def search(
-        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
-    ) -> Record:
+    def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
         try:
-            ordered = order(task, options, self.hardware, self._environment, store)
+            ordered = order(task, self.hardware, self._environment, store)
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
             parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
             return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
