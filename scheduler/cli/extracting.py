@@ -189,8 +189,7 @@ def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
     return [
         {
             "divided": way.description,
-            "operands": _specs(way)[0],
-            "results": _specs(way)[1],
+            **dict(zip(("operands", "results"), _specs(way), strict=True)),
             "problem": codec.problem_to_json(way.divided.problem.canonical()),
             "sums": _summed(way),
             "gathered": list(way.divided.gathered),

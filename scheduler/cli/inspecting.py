@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 
 from scheduler.cli.arguments import (
     AsJson,
@@ -173,16 +172,15 @@ def doctor(
     With --calibrate, schedules of a similar chip's shipped records are timed here, and the corrected constants are
     stored in the cache. The exit status is 1 if something is broken, 3 if something is out of date (a warning), else 0.
     """
-    from scheduler.cli import terminal
     from scheduler.inspect import doctor as checks
 
     findings = list(checks.examine(lambda: hardware_here(device), device))
     if calibrate:
         findings += _calibrated(device)
     if as_json:
-        print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
+        print_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        output(terminal.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
+        output(labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
         output("", checks.summary(findings))
     states = {finding.state for finding in findings}
     if status := 1 if "broken" in states else 3 if "warning" in states else 0:
@@ -237,22 +235,16 @@ def explanation_json(
 
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
-    from scheduler.cli.record_report import record_json
+    from scheduler.cli.record_report import picked, record_json
     from scheduler.inspect.provenance import failures
 
     kernels = [
         {
-            "backend": account.backend,
-            "version": account.version,
-            "refused": account.refused,
-            "size": account.size,
+            **picked(account, "backend", "version", "refused", "size", "footprint", "fitted", "untried"),
             "dropped": dict(account.dropped),
-            "footprint": account.footprint,
             "first": [dataclasses.asdict(ranked) for ranked in account.first],
-            "fitted": account.fitted,
             "tried": len(account.tried),
             "failed": dict(failures(account.tried)),
-            "untried": account.untried,
         }
         for account in accounts
     ]
@@ -282,18 +274,13 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
         yield f"{title}: {account.refused}"
         return
     yield f"{title}: {account.size} schedule{'' if account.size == 1 else 's'}"
-    counts = Table.grid(padding=(0, 2))
-    counts.add_column(justify="right", no_wrap=True)
-    counts.add_column(overflow="fold")
-    for reason, count in account.dropped.items():
-        counts.add_row(*texts(f"-{count}", reason))
-    counts.add_row(*texts(f"={account.untried + len(account.tried)}", "legal"))
+    counts: list[tuple[object, str]] = [(f"-{count}", reason) for reason, count in account.dropped.items()]
+    counts.append((f"={account.untried + len(account.tried)}", "legal"))
     if trials_kept:
-        counts.add_row(*texts(len(account.tried), "of them tried"))
-        for reason, count in failures(account.tried).items():
-            counts.add_row(*texts(count, f"of these failed: {reason}"))
-        counts.add_row(*texts(account.untried, "not tried"))
-    yield counts
+        counts.append((len(account.tried), "of them tried"))
+        counts += [(count, f"of these failed: {reason}") for reason, count in failures(account.tried).items()]
+        counts.append((account.untried, "not tried"))
+    yield labelled(counts, numbers=True)
     if any(ranked.terms for ranked in account.first):
         yield ""
         yield from _first_choices(account.backend, account.first, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Annotated
@@ -155,7 +156,7 @@ def calibrate(
             store.put_calibration(calibration)
         where = store.location
     if as_json:
-        print_json([search_report.calibration_json(calibration) for calibration in fitted])
+        print_json([dataclasses.asdict(calibration) for calibration in fitted])
         return
     output(f"{op.name} on {chip.id}", "", search_report.calibrations_table(fitted))
     output(f"Written to {where}" if ship is not None else f"Stored in {where}")

@@ -23,8 +23,8 @@ from scheduler.cli.arguments import (
     user_store,
     wanted_by,
 )
+from scheduler.cli.record_report import key_json, picked
 from scheduler.cli.terminal import Json, Row, console_here, ledger, output, print_json, say
-from scheduler.core import codec
 from scheduler.core.records import choice_text
 from scheduler.core.text import seconds_text
 from search_spaces import format_problem
@@ -160,21 +160,11 @@ def _none_text(store: Store, count_covered: int) -> str:
 
 def missed_json(one: Missed) -> Json:
     """Returns a miss as JSON, with times in seconds; null if they cannot be predicted."""
-    miss = one.miss
     return {
-        "operation": miss.key.operation,
-        "problem": codec.problem_to_json(miss.key.problem),
-        "hardware": miss.key.hardware,
-        "lowered": miss.lowered,
-        "first": miss.first,
-        "last": miss.last,
-        "line": miss.line,
-        "place": miss.place,
+        **key_json(one.miss.key),
+        **picked(one.miss, "lowered", "first", "last", "line", "place"),
         "settled": one.covered_by is not None,
-        "library_s": one.library_s,
-        "best_s": one.best_s,
-        "gain_s": one.gain_s,
-        "reason": one.reason,
+        **picked(one, "library_s", "best_s", "gain_s", "reason"),
     }
 
 

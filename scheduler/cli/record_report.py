@@ -28,17 +28,25 @@ def roofline_s(problem: Problem, hardware: Hardware) -> float:
     return CostModel(hardware).lower_bound(problem)
 
 
+def picked(value: object, *names: str) -> Json:
+    """Returns these attributes as JSON."""
+    return {name: getattr(value, name) for name in names}
+
+
+def key_json(key: Key) -> Json:
+    return {
+        "operation": key.operation,
+        "problem": codec.problem_to_json(key.problem),
+        "hardware": key.hardware,
+    }
+
+
 def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
     """Returns an entry as JSON, with times in seconds; with `problem` and `hardware`, also its use of the chip."""
     values: Json = {
-        "backend": entry.backend,
-        "version": entry.version,
+        **picked(entry, "backend", "version"),
         "schedule": dict(entry.schedule),
-        "median_s": entry.measurement.median_s,
-        "spread_s": entry.measurement.spread_s,
-        "clock": entry.measurement.clock,
-        "estimated": entry.measurement.estimated,
-        "l2": entry.measurement.l2,
+        **picked(entry.measurement, "median_s", "spread_s", "clock", "estimated", "l2"),
         "predicted_s": entry.predicted_s,
     }
     if entry.measurement.worst_s is not None:
@@ -53,9 +61,7 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
 def record_json(record: Record, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
     other = record.library_entry
     return {
-        "operation": record.key.operation,
-        "problem": codec.problem_to_json(record.key.problem),
-        "hardware": record.key.hardware,
+        **key_json(record.key),
         "estimated": record.estimated,
         "imported": dataclasses.asdict(record.imported) if record.imported else None,
         "stale": stale(record),
@@ -65,33 +71,20 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "speedup_over_xla": other.measurement.median_s / record.winner.measurement.median_s if other else None,
         "versions": dict(record.versions),
         "environment": dataclasses.asdict(record.environment),
-        "budget": record.budget,
-        "tried": record.tried,
-        "space": record.space,
+        **picked(record, "budget", "tried", "space", "excluded", "stopped", "notes"),
         "confidence": dataclasses.asdict(record.confidence),
-        "excluded": record.excluded,
-        "stopped": record.stopped,
         "failed": [dataclasses.asdict(lost) for lost in record.failed],
-        "notes": list(record.notes),
     }
 
 
 def trial_json(trial: Trial) -> Json:
-    values: Json = {
-        "number": trial.number,
-        "backend": trial.backend,
-        "version": trial.version,
+    failed = isinstance(trial.outcome, Failure)
+    return {
+        **picked(trial, "number", "backend", "version", "predicted_s"),
         "schedule": dict(trial.schedule),
-        "predicted_s": trial.predicted_s,
-        "median_s": None,
-        "failure": None,
+        "median_s": getattr(trial.outcome, "median_s", None),
+        "failure": picked(trial.outcome, "stage", "detail") if failed else None,
     }
-    match trial.outcome:
-        case Measurement(median_s=median_s):
-            values["median_s"] = median_s
-        case Failure() as failure:
-            values["failure"] = {"stage": failure.stage, "detail": failure.detail}
-    return values
 
 
 def kept_json(
@@ -104,10 +97,9 @@ def kept_json(
     hardware: Hardware | None,
 ) -> Json:
     """Returns the stored data of a problem as JSON; without a record, only the trials of an unfinished search."""
-    names = {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
     return {
         "where": where,
-        **(names if record is None else record_json(record, problem, hardware)),
+        **(key_json(key) if record is None else record_json(record, problem, hardware)),
         "trials": [trial_json(trial) for trial in trials],
         "unfinished": len(unfinished),
     }

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.record_report import entry_json, record_json
+from scheduler.cli.record_report import entry_json, key_json, picked, record_json
 from scheduler.cli.terminal import Json, Row, ledger, table, texts
-from scheduler.core import codec
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text, point_of
 from scheduler.core.text import ratio_text, seconds_text, share_text
 from scheduler.inspect.provenance import failures
@@ -25,13 +24,7 @@ if TYPE_CHECKING:
 
 def result_json(result: Result) -> Json:
     """Returns the result of one problem of a job as JSON; `state` is "tuned", "known" or "failed"."""
-    values: Json = {
-        "task": str(result.task),
-        "state": result.state,
-        "reason": result.reason,
-        "elapsed_s": result.elapsed_s,
-        "resumed": result.resumed,
-    }
+    values: Json = {"task": str(result.task), **picked(result, "state", "reason", "elapsed_s", "resumed")}
     problem = getattr(result.task, "problem", None)
     if result.before is not None:
         values["before"] = dataclasses.asdict(result.before)
@@ -55,7 +48,8 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     schedules = iter(choices.texts)
     rows = []
     for result in of:
-        figures = [_state(result), "", "", "", ""]
+        state = "estimated" if result.record is not None and result.record.estimated else result.state
+        figures = [state, "", "", "", ""]
         if result.entry is not None:
             figures[2] = seconds_text(result.entry.measurement.median_s)
             if result.before is not None:
@@ -71,15 +65,8 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     )
     if any(row.figures[1].startswith("~") for row in rows):
         yield "~: a prediction"
-    if any(row.figures[0] == _ESTIMATED for row in rows):
+    if any(row.figures[0] == "estimated" for row in rows):
         yield "estimated: by the compiler, for an absent chip; nothing was measured"
-
-
-_ESTIMATED = "estimated"
-
-
-def _state(result: Result) -> str:
-    return _ESTIMATED if result.record is not None and result.record.estimated else result.state
 
 
 def _gain(result: Result) -> str:
@@ -115,10 +102,6 @@ def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
         yield f"the {sweep.again} fastest schedules and the library measured again in {sweep.rounds} rounds"
 
 
-def calibration_json(calibration: Calibration) -> Json:
-    return dataclasses.asdict(calibration)
-
-
 def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
     """Returns a table of the fitted constants of each kernel, with the remaining error of the model."""
     made = table(
@@ -134,18 +117,14 @@ def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
 def reverified_json(verdict: VerifyResult) -> Json:
     record = verdict.record
     return {
-        "operation": record.key.operation,
-        "problem": codec.problem_to_json(record.key.problem),
-        "hardware": record.key.hardware,
-        "state": verdict.state,
-        "reason": verdict.reason,
+        **key_json(record.key),
+        **picked(verdict, "state", "reason"),
         "then_s": record.winner.measurement.median_s,
         "now_s": verdict.now.median_s if verdict.now else None,
         "then": dataclasses.asdict(record.environment),
         "rivals": [
             {
-                "role": rival.role,
-                "backend": rival.backend,
+                **picked(rival, "role", "backend"),
                 "schedule": dict(rival.schedule),
                 "then_s": rival.then.measurement.median_s if rival.then else None,
                 "now_s": rival.now.median_s if isinstance(rival.now, Measurement) else None,
@@ -180,10 +159,6 @@ def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[Rendera
     yield from ledger("problem, and its winner", ("jax then", "then", "now"), groups, width)
 
 
-def _is_wrong(trial: Trial) -> bool:
-    return isinstance(trial.outcome, Failure) and trial.outcome.stage == "verify"
-
-
 def failure_lines(trials: Sequence[Trial], record: Record) -> list[str]:
     """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason.
 
@@ -192,7 +167,7 @@ def failure_lines(trials: Sequence[Trial], record: Record) -> list[str]:
     lines = []
     for backend in dict.fromkeys(entry.backend for entry in record.entries):
         tried = [trial for trial in trials if trial.backend == backend]
-        if reasons := failures([trial for trial in tried if not _is_wrong(trial)]):
+        if reasons := failures([trial for trial in tried if getattr(trial.outcome, "stage", "") != "verify"]):
             lines.append(
                 f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
             )

@@ -162,10 +162,10 @@ def texts(*cells: object) -> list[Text]:
     return [Text(printable(str(cell))) for cell in cells]
 
 
-def labelled(rows: Iterable[tuple[object, object]]) -> Table:
-    """Returns a table of labels and texts, with texts folded in their own column."""
+def labelled(rows: Iterable[tuple[object, object]], *, numbers: bool = False) -> Table:
+    """Returns a table of labels, right-aligned `numbers` or not, and texts, folded in their own column."""
     made = Table.grid(padding=(0, 2))
-    made.add_column(no_wrap=True)
+    made.add_column(justify="right" if numbers else "left", no_wrap=True)
     made.add_column(overflow="fold")
     for label, text in rows:
         made.add_row(*texts(label, text))

@@ -166,7 +166,7 @@ class _Tuning:
         store: TrialStore | None,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.operation, self.problem, self.options = task.operation, task.problem, task.options
+        self.task, self.operation, self.problem, self.options = task, task.operation, task.problem, task.options
         self.runner, self.store, self.progress = runner, store, progress
         self.key = key_of(task.operation, task.problem, runner.hardware)
         self.fingerprint = traced_by(task.operation, task.problem, runner)
@@ -179,7 +179,7 @@ class _Tuning:
         self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
 
     def run(self) -> Record:
-        options, allowed = self.options, allowed_backends(self.operation, self.options.backends)
+        options = self.options
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
         if self.store is not None:
@@ -189,20 +189,11 @@ class _Tuning:
             and self.runner.hardware.abilities.interpreted
             and not isinstance(self.runner, Recorded)
         ):
-            self._reject_long_search(allowed)
+            self._reject_long_search()
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
         with self.runner.reserve(self.operation, self.problem, options.l2, exclusive=options.seconds is not None):
             known, near = self._known(), self._near()
-            self.candidates = collect(
-                self.operation,
-                self.problem,
-                self.runner,
-                allowed=allowed,
-                budget=options.budget,
-                known=known,
-                near=near,
-                first=imported_schedules(self.key, self.store),
-            )
+            self.candidates = collect(self.task, self.runner, known, near, imported_schedules(self.key, self.store))
             self.writer = TrialWriter(self.store, self.key, self.runner.environment, self._trial_parameters())
             self.trials = Trials(
                 self.candidates.of, known, self.writer, first_error=options.first_error, fingerprint=self.fingerprint
@@ -243,7 +234,7 @@ class _Tuning:
             f"failed {counted(failed)}"
         )
 
-    def _reject_long_search(self, allowed: frozenset[str]) -> None:
+    def _reject_long_search(self) -> None:
         """Raises TakesHours if interpreting the candidates would take too long."""
 
         def estimate_s(problem: Problem) -> float:
@@ -251,7 +242,7 @@ class _Tuning:
                 self.operation,
                 problem,
                 self.runner.hardware,
-                backends=allowed,
+                backends=allowed_backends(self.operation, self.options.backends),
                 budget=self.options.budget - 1,
                 calls=problem.variant_count * (1 + timer.WARM_UP_CALLS + self.repetitions),
                 finalists=FINALISTS,
