@@ -18,8 +18,6 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.text import mesh_text
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from scheduler.inspect.shards import Way
     from search_spaces.operation import Operation
 
@@ -42,15 +40,23 @@ def extract(
     The job goes to standard output, everything else to standard error. --mesh simulates devices on the CPU; the
     problems are those of one device.
     """
+    import jax
+
+    from scheduler.core.hardware import find
+    from scheduler.dispatch import calls
     from scheduler.functions import named
     from scheduler.functions.optimize import optimize
-    from scheduler.functions.problems import problems, to_json
+    from scheduler.functions.problems import fake_mesh, problems, to_json
 
-    with usage_errors():
-        over = _mesh(mesh)
-        fn, given = named.function(function, arrays or (), over)
-        chip = _target_context(hardware)
-    with _context_mesh(over), chip, untraceable(function):
+    with contextlib.ExitStack() as contexts:
+        with usage_errors():
+            over = None if mesh is None else fake_mesh(mesh_of(mesh))
+            fn, given = named.function(function, arrays or (), over)
+            if hardware is not None:
+                contexts.enter_context(calls.target(find(hardware).kind))
+        if over is not None:  # for sharding constraints in the function that do not name a mesh
+            contexts.enter_context(jax.set_mesh(over))
+        contexts.enter_context(untraceable(function))
         found = problems(optimize(fn) if optimized else fn, *given)
     if as_json:
         print_json(to_json(found))
@@ -58,32 +64,6 @@ def extract(
     say(repr(found))
     if found.tuned:
         sys.stdout.write(found.job())
-
-
-def _mesh(text: str | None) -> Mesh | None:
-    if text is None:
-        return None
-    from scheduler.functions.problems import fake_mesh
-
-    return fake_mesh(mesh_of(text))
-
-
-def _context_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Sets `mesh` as the context mesh, for sharding constraints in the function that do not name a mesh."""
-    if mesh is None:
-        return contextlib.nullcontext()
-    import jax
-
-    return jax.set_mesh(mesh)
-
-
-def _target_context(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    if name is None:
-        return contextlib.nullcontext()
-    from scheduler.core import hardware
-    from scheduler.dispatch import calls
-
-    return calls.target(hardware.find(name).kind)
 
 
 @contextlib.contextmanager
@@ -160,38 +140,31 @@ def shards_command(
 
 def shards_lines(operation: Operation[Any], ways: Sequence[Way], width: int) -> Iterator[str]:
     """Yields the lines of each sharding, folded to `width`. Commands are not folded, so that they can be copied."""
-    for way in ways:
-        operands, results = (", ".join(specs) for specs in _specs(way))
+    for way, row in zip(ways, shards_json(operation, ways), strict=True):
+        operands, results = ", ".join(row["operands"]), ", ".join(row["results"])
+        lines = [f"each device: {way.divided.problem}"]
+        if row["sums"]:
+            rest = "" if way.divided.problem == way.divided.local else "; the epilogue is a separate pass after the sum"
+            scattered = " and scattered" if way.divided.scatters else ""
+            lines.append(f"results are summed over {', '.join(row['sums'])}{scattered}{rest}")
+        lines += [f"gathered: {each}" for each in row["gathered"]]
         yield from textwrap.wrap(f"{way.description}: {operands} -> {results}", width, subsequent_indent="  ")
-        for line in _way_lines(way):
+        for line in lines:
             yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
-        yield f"  {hints.tune(operation, way.divided.problem)}"
+        yield f"  {row['command']}"
         yield ""
 
 
-def _way_lines(way: Way) -> Iterator[str]:
-    divided = way.divided
-    yield f"each device: {divided.problem}"
-    if axes := _summed(way):
-        rest = "" if divided.problem == divided.local else "; the epilogue is a separate pass after the sum"
-        scattered = " and scattered" if divided.scatters else ""
-        yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
-    yield from (f"gathered: {each}" for each in divided.gathered)
-
-
-def _specs(way: Way) -> tuple[list[str], list[str]]:
-    from scheduler.inspect import shards
-
-    return [*map(shards.spec_text, way.divided.operands)], [*map(shards.spec_text, way.divided.results)]
-
-
 def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
+    from scheduler.inspect.shards import spec_text
+
     return [
         {
             "divided": way.description,
-            **dict(zip(("operands", "results"), _specs(way), strict=True)),
+            "operands": [*map(spec_text, way.divided.operands)],
+            "results": [*map(spec_text, way.divided.results)],
             "problem": codec.problem_to_json(way.divided.problem.canonical()),
-            "sums": _summed(way),
+            "sums": list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes)),
             "gathered": list(way.divided.gathered),
             "command": hints.tune(operation, way.divided.problem),
         }
@@ -206,8 +179,3 @@ def shards_job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
 
     problems = dict.fromkeys(way.divided.problem for way in ways)
     return problem_report.job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
-
-
-def _summed(way: Way) -> list[str]:
-    """Returns the mesh axes over which results are summed."""
-    return list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes))

@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    SHIPPED,
-    AsJson,
-    Chips,
-    Everything,
-    Most,
-    OnlyOperation,
-    ask_stores,
-    chip_of,
-    file_errors,
-    require_writable,
-    usage_errors,
-    wanted_by,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import console_here, counted, output, print_command, print_json, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
@@ -94,12 +81,12 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
     def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]]]:
         return store, store.heads(), store.unfinished()
 
-    kept = list(ask_stores(ask))
+    kept = list(arguments.ask_stores(ask))
     keys = [key for _, (_, heads, cut) in kept for key in (*(head.key for head in heads), *cut)]
-    meant, here = wanted_by(keys, operation, hardware), _Here.now()
+    meant, here = arguments.wanted_by(keys, operation, hardware), _Here.now()
 
     def shown(where: str, key: Key) -> bool:
-        return everything or hardware is not None or where != SHIPPED or here.has(key)
+        return everything or hardware is not None or where != arguments.SHIPPED or here.has(key)
 
     found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
     rows = [(where, head) for where, head in found if shown(where, head.key)]
@@ -164,15 +151,15 @@ class _Here:
         from scheduler.inspect.provenance import order_of
 
         problem = order_of(head.key, fields=fields)
-        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
+        return where == arguments.SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
 
 
 def list_(
-    operation: OnlyOperation = None,
-    hardware: Chips = None,
-    everything: Everything = False,
-    most: Most = MOST,
-    as_json: AsJson = False,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    everything: arguments.Everything = False,
+    most: arguments.Most = MOST,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """List stored schedules: the user's own, those shipped for the local chip, and unfinished searches."""
     from scheduler.cli import record_report
@@ -188,7 +175,7 @@ def list_(
         output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)
     if not (stored.records or stored.unfinished):
-        _print_none([where for where in stored.stores if where != SHIPPED], operation)
+        _print_none([where for where in stored.stores if where != arguments.SHIPPED], operation)
     for left in stored.left_out_texts():
         output("", left)
 
@@ -219,11 +206,11 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None and key.operation in OPERATIONS:
         op = load(key.operation)
         with contextlib.suppress(ValueError):  # the stored problem may be invalid in the current version
-            command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
+            command = hints.tune(op, op.problem.from_canonical(key.problem), arguments.chip_of(key.hardware))
     if command is None:
         output("the original command resumes it")
     else:
-        if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
+        if (chip := arguments.chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
             # An interpreted search that takes longer than this can only have been started with --seconds.
@@ -238,10 +225,10 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
 
 def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
-    operation: OnlyOperation = None,
-    hardware: Chips = None,
-    everything: Everything = False,
-    most: Most = MOST,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    everything: arguments.Everything = False,
+    most: arguments.Most = MOST,
     pictures: Annotated[
         str, typer.Option(help="Pictures of each record: few, all or none. Drawing takes most of the time.")
     ] = "few",
@@ -252,7 +239,7 @@ def report(
     """
     if pictures not in ("few", "all", "none"):
         raise typer.BadParameter(f"--pictures must be few, all or none, found {pictures}")
-    require_writable(out)
+    arguments.require_writable(out)
     from scheduler.inspect import plots
     from scheduler.inspect.report import content, page
     from scheduler.inspect.report import content as draw
@@ -260,7 +247,7 @@ def report(
 
     own = []
     if operation is not None and ":" in operation:
-        with usage_errors():
+        with arguments.usage_errors():
             own = [load(operation)]
     stored = chosen(operation, hardware, everything=everything, most=most)
     now = datetime.datetime.now(datetime.UTC)
@@ -278,7 +265,7 @@ def report(
         count = counted("drawing the pictures of records", len(records))
         drawn = draw.drawn_pictures(records, count, every=pictures == "all")
     text = page.page(records, stored.unfinished, origin, drawn)
-    with file_errors(out):
+    with arguments.file_errors(out):
         replace_text(out, text)
     say(f"wrote {len(rows)} record{'' if len(rows) == 1 else 's'} to {out} ({out.stat().st_size / 1e6:.1f} MB)")
     for left in stored.left_out_texts():

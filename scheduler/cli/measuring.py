@@ -10,30 +10,7 @@ from typing import Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    AsJson,
-    Backends,
-    CompileTimeout,
-    Device,
-    HardwareName,
-    JobFile,
-    OperationName,
-    OptionalFields,
-    OptionalOperation,
-    Own,
-    Part,
-    RunTimeout,
-    Seed,
-    ask_stores,
-    hardware_here,
-    problem_of,
-    read_text,
-    reject,
-    require_directory,
-    require_writable,
-    usage_errors,
-    user_store,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
@@ -41,9 +18,9 @@ from scheduler.core.errors import SchedulerError
 
 def sweep(
     out: Annotated[Path, typer.Option(help="The file to write (.jsonl.gz), or the directory for the files of a job.")],
-    operation: OptionalOperation = None,
-    fields: OptionalFields = None,
-    job: JobFile = None,
+    operation: arguments.OptionalOperation = None,
+    fields: arguments.OptionalFields = None,
+    job: arguments.JobFile = None,
     sample: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Number of schedules, drawn at random.  [default: all]")
     ] = None,
@@ -51,19 +28,19 @@ def sweep(
     again: Annotated[
         int, typer.Option(min=0, max=MOST, help="Number of fastest schedules to measure again at the end, interleaved.")
     ] = 20,
-    seed: Seed = 0,
-    backends: Backends = None,
-    device: Device = 0,
-    part: Part = None,
-    own: Own = None,
-    compile_timeout: CompileTimeout = None,
-    run_timeout: RunTimeout = None,
+    seed: arguments.Seed = 0,
+    backends: arguments.Backends = None,
+    device: arguments.Device = 0,
+    part: arguments.Part = None,
+    own: arguments.Own = None,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
 ) -> None:
     """Measure every legal schedule of a problem, or a sample, and write a file that `tune --replay` searches anywhere.
 
     The same command resumes an interrupted sweep.
     """
-    reject(
+    arguments.reject(
         {
             "give either an operation with its fields, or a job: --job job.toml": (operation is None) == (job is None),
             "--part needs --job": part is not None and job is None,
@@ -77,16 +54,16 @@ def sweep(
     from scheduler.search import sweep as sweeps
     from scheduler.search.task import SearchOptions, Task
 
-    with usage_errors():
+    with arguments.usage_errors():
         if job is not None:
-            tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
+            tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or ()), part or "1/1")
         else:
-            op, problem = problem_of(str(operation), fields or [])
+            op, problem = arguments.problem_of(str(operation), fields or [])
             tasks = [Task(op, problem, SearchOptions(backends=jobs.parse_backends(op, backends)))]
     if job is None:
-        require_writable(out)
+        arguments.require_writable(out)
     else:
-        require_directory(out)
+        arguments.require_directory(out)
     failed = 0
     with contextlib.ExitStack() as stack:
         runner = None
@@ -120,12 +97,12 @@ def sweep(
 
 
 def calibrate(
-    operation: OperationName,
+    operation: arguments.OperationName,
     recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps, all of one chip.")] = None,
-    hardware: HardwareName = None,
-    device: Device = 0,
+    hardware: arguments.HardwareName = None,
+    device: arguments.Device = 0,
     ship: Annotated[Path | None, typer.Option(help="Write to this directory of records instead of the cache.")] = None,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Fit the cost model's constants to measurements on a chip: recorded sweeps, stored trials and records.
 
@@ -138,20 +115,20 @@ def calibrate(
     from scheduler.store import text_files
     from search_spaces import load
 
-    with usage_errors():
+    with arguments.usage_errors():
         op = load(operation)
         chip = chips.find(hardware) if hardware is not None else None
     if ship is None:
-        user_store().require_writable()
+        arguments.user_store().require_writable()
     sweeps = [recorded_measurements(op, path) for path in recordings or []]
-    chip = chip or (sweeps[0].hardware if sweeps else hardware_here(device))
-    kept = [found for _, found in ask_stores(lambda store: stored_measurements(op, chip, store))]
+    chip = chip or (sweeps[0].hardware if sweeps else arguments.hardware_here(device))
+    kept = [found for _, found in arguments.ask_stores(lambda store: stored_measurements(op, chip, store))]
     found = merged_measurements([*sweeps, *kept])
     fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
         where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))
     else:
-        store = user_store()
+        store = arguments.user_store()
         for calibration in fitted:
             store.put_calibration(calibration)
         where = store.location

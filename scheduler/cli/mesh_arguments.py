@@ -70,7 +70,11 @@ def _spec(node: ast.expr) -> Spec:
     if not isinstance(node, ast.Call) or node.keywords or ast.unparse(node.func).split(".")[-1] not in _CALLED:
         raise ValueError
     return tuple(
-        tuple(map(_name, each.elts)) if isinstance(each, ast.Tuple) else () if _is_none(each) else (_name(each),)
+        tuple(map(_name, each.elts))
+        if isinstance(each, ast.Tuple)
+        else ()
+        if ast.unparse(each) == "None"
+        else (_name(each),)
         for each in node.args
     )
 
@@ -84,7 +88,3 @@ def _name(node: ast.expr) -> str:
             return name
         case _:
             raise ValueError
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None

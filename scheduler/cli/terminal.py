@@ -10,7 +10,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 from rich import box
@@ -211,25 +211,15 @@ def ledger(
 # Progress on standard error: running searches, and the job to which they belong.
 
 
-class Display(Protocol):
-    """Receives the progress of searches."""
-
-    def search(self, task: Task, search: Progress) -> None:
-        """Called at the start of a search and after each trial."""
-
-    def step(self, step: Step) -> None:
-        """Called as `search` is, for a search of a job."""
-
-    def ended(self, result: Result) -> None:
-        """Called at the end of a problem of a job."""
-
-
 @contextlib.contextmanager
-def shown_searches(*, several: bool = False) -> Iterator[Display]:
+def shown_searches(*, several: bool = False) -> Iterator[_Lines | _Bars]:
     """Shows searches: on a terminal, a bar for each, and one for their job; otherwise, a line for each new best.
 
     Args:
       several: whether the job has several executors. If so, each search is labeled with its executor.
+
+    Yields:
+      An object to call after each trial, as `search` or, in a job, as `step`; and as `ended` after a problem of a job.
     """
     if not sys.stderr.isatty():
         yield _Lines(several)

@@ -11,30 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scheduler.cli.arguments import (
-    Address,
-    AsJson,
-    Backends,
-    CompileTimeout,
-    Device,
-    Devices,
-    Engine,
-    JobFile,
-    OptionalOperation,
-    Own,
-    Part,
-    RunTimeout,
-    Seed,
-    chosen,
-    finite,
-    fleet,
-    named_tasks,
-    no_store,
-    read_text,
-    reject,
-    usage_errors,
-    user_store,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import console_here, output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError, StoreError
@@ -51,18 +28,19 @@ if TYPE_CHECKING:
 
 def tune(
     context: typer.Context,
-    operation: OptionalOperation = None,
+    operation: arguments.OptionalOperation = None,
     fields: Annotated[
         list[str] | None,
         typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192."),
     ] = None,
-    job: JobFile = None,
+    job: arguments.JobFile = None,
     missed: Annotated[
         bool,
         typer.Option("--missed", help="Tune the problems of calls on this chip that had no record (see misses)."),
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(min=0.001, callback=finite, help="With --missed: total minutes for all searches.")
+        float | None,
+        typer.Option(min=0.001, callback=arguments.finite, help="With --missed: total minutes for all searches."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="With --missed: include problems with almost no expected gain.")
@@ -73,12 +51,12 @@ def tune(
         typer.Option(help="Instead of --budget: quick (8 trials), default (64) or full (until nothing improves)."),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.001, callback=finite, help="Start no trial after this many seconds.")
+        float | None, typer.Option(min=0.001, callback=arguments.finite, help="Start no trial after this many seconds.")
     ] = None,
-    backends: Backends = None,
-    device: Device = 0,
-    devices: Devices = None,
-    seed: Seed = 0,
+    backends: arguments.Backends = None,
+    device: arguments.Device = 0,
+    devices: arguments.Devices = None,
+    seed: arguments.Seed = 0,
     sampler: Annotated[
         str,
         typer.Option(
@@ -95,10 +73,10 @@ def tune(
     first_error: Annotated[
         bool, typer.Option("--first-error", help="Stop at the first schedule that fails, and print its traceback.")
     ] = False,
-    part: Part = None,
-    own: Own = None,
-    engine: Engine = None,
-    address: Address = None,
+    part: arguments.Part = None,
+    own: arguments.Own = None,
+    engine: arguments.Engine = None,
+    address: arguments.Address = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -111,16 +89,16 @@ def tune(
         int | None,
         typer.Option(min=1, max=MOST, help="Number of compile processes.  [default: one per core; on a CPU none]"),
     ] = None,
-    compile_timeout: CompileTimeout = None,
-    run_timeout: RunTimeout = None,
-    as_json: AsJson = False,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Search for the fastest schedule of a problem, or of each problem of a job, by timing candidates on the device.
 
     For an absent chip (--hardware), its compiler estimates the times, if it is installed. Such a record is marked as
     estimated and never replaces a measured one.
     """
-    reject(
+    arguments.reject(
         {
             "give one of: an operation with its fields, a job (--job job.toml), or --missed": (
                 (operation is not None or replay is not None, job is not None, missed).count(True) != 1
@@ -161,7 +139,7 @@ def tune(
     from scheduler.search.task import Malformed, SearchOptions
     from search_spaces import OPERATIONS, load, load_known
 
-    with usage_errors():
+    with arguments.usage_errors():
         search = SearchOptions.of(
             budget=budget, effort=effort, seconds=seconds, seed=seed, l2=l2, force=force, first_error=first_error,
             sampler=sampler,
@@ -169,30 +147,30 @@ def tune(
         if hardware is not None and engine is None:
             options = dataclasses.replace(options, hardware=find(hardware).kind)
     recording = None if replay is None else Replay(replay)
-    store = user_store() if recording is None or keep else no_store()
+    store = arguments.user_store() if recording is None or keep else arguments.no_store()
     time_budget = TimeBudget(None if minutes is None else 60 * minutes)
     tasks: Sequence[Task | Malformed]
     executors: Sequence[Executor] | None = None
     with contextlib.ExitStack() as stack:
         if missed:
-            executors = here = chosen(devices, load(OPERATIONS[0]), options)
+            executors = here = arguments.chosen(devices, load(OPERATIONS[0]), options)
             for executor in here:
                 stack.callback(executor.close)
             here[0].open()
             tasks = tasks_missed(store, here[0].hardware, search, everything=everything, part=part, own=own or ())
         elif job is not None:
-            with usage_errors():
-                tasks = jobs.part(jobs.parse(read_text(job), own=own or (), options=search), part or "1/1")
+            with arguments.usage_errors():
+                tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or (), options=search), part or "1/1")
         else:
-            with usage_errors():
+            with arguments.usage_errors():
                 if recording is not None:
                     operation = operation or load_known(recording.sweep.operation).name
                     fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
                 op = load(str(operation))
                 search = dataclasses.replace(search, backends=jobs.parse_backends(op, backends))
-                tasks = named_tasks(op, fields or [], search)
+                tasks = arguments.named_tasks(op, fields or [], search)
         alone = job is None and not missed and len(tasks) == 1
-        reject(
+        arguments.reject(
             {
                 "--devices needs --job, --missed or a range; for one problem use --device": bool(devices) and alone,
                 "a range excludes --replay": recording is not None and not alone,
@@ -200,9 +178,9 @@ def tune(
         )
         first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
         if engine is not None:
-            executors = stack.enter_context(fleet(engine, address, hardware, options))
+            executors = stack.enter_context(arguments.fleet(engine, address, hardware, options))
         elif executors is None and devices is not None and first is not None:
-            executors = chosen(devices, first, options)
+            executors = arguments.chosen(devices, first, options)
         elif opened is not None:
             executors = [DeviceExecutor(opened.result)]
         how = {"runner": recording, "options": options, "in_order": missed, "bound": time_budget}
@@ -230,7 +208,7 @@ def _open_runner(operation: str, options: RunnerOptions, processes: Processes | 
     from scheduler.measure.pool import start_runner
     from search_spaces import load
 
-    with usage_errors():
+    with arguments.usage_errors():
         loaded = load(operation)
     return in_thread(functools.partial(start_runner, loaded, options, processes=processes), "scheduler-start")
 

@@ -6,40 +6,26 @@ from typing import Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    AsJson,
-    Chips,
-    CompileTimeout,
-    Device,
-    OnlyOperation,
-    RunTimeout,
-    Seed,
-    field_texts,
-    finite,
-    has_fields,
-    records_of,
-    usage_errors,
-    user_store,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import console_here, output, print_json, say
 from scheduler.core.errors import SchedulerError
 
 
 def verify(
     fields: Annotated[list[str] | None, typer.Argument(help="Only problems with these fields, as name=value.")] = None,
-    operation: OnlyOperation = None,
-    hardware: Chips = None,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
     shipped: Annotated[bool, typer.Option("--shipped", help="Verify the records shipped with this package.")] = False,
     within: Annotated[
         float,
-        typer.Option(min=0, callback=finite, help="Percent by which a winner may be slower than a rival."),
+        typer.Option(min=0, callback=arguments.finite, help="Percent by which a winner may be slower than a rival."),
     ] = 3.0,
     update: Annotated[bool, typer.Option("--update", help="Store the new times and ranking.")] = False,
-    device: Device = 0,
-    compile_timeout: CompileTimeout = None,
-    run_timeout: RunTimeout = None,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    device: arguments.Device = 0,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
+    seed: arguments.Seed = 0,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Time stored winners again against their rivals, and report those that are no longer valid, with exit status 1.
 
@@ -53,13 +39,13 @@ def verify(
     from search_spaces import load
 
     options = RunnerOptions(device, None, compile_timeout, run_timeout)
-    with usage_errors():
+    with arguments.usage_errors():
         op = load(operation) if operation is not None else None
-        wanted = field_texts(fields or [])
-    user = user_store()
+        wanted = arguments.field_texts(fields or [])
+    user = arguments.user_store()
     store = shipped_store() if shipped else user
-    stored = records_of(store, op.name if op else None, hardware) if store is not None else []
-    records = [record for record in stored if has_fields(record, op, wanted)]
+    stored = arguments.records_of(store, op.name if op else None, hardware) if store is not None else []
+    records = [record for record in stored if arguments.has_fields(record, op, wanted)]
     if not records:
         raise SchedulerError(f"no such record is {'shipped' if shipped else f'in {user.location}'}")
     if update or any(record.imported for record in records):

@@ -42,8 +42,8 @@ def parse(text: str, *, own: Sequence[str] = (), options: SearchOptions | None =
       options: of each search, apart from the settings of the job.
 
     Raises:
-      ValueError: the text is not TOML, or a shared setting is invalid. A single invalid problem becomes `Malformed`
-        instead.
+      ValueError: the text is not TOML, or several problems are all invalid for the same reason. Other invalid problems
+        become `Malformed` instead.
     """
     try:
         job = tomllib.loads(text.removeprefix("\ufeff"))  # byte order mark of some editors
@@ -61,45 +61,12 @@ def parse(text: str, *, own: Sequence[str] = (), options: SearchOptions | None =
         raise ValueError("a job needs at least one table [[problem]]")
     if not isinstance(fields, dict):
         raise ValueError(f"[fields] of a job must be a table, found {fields!r}")
-    _require_shared(job, fields, problems, own)
     options = options or SearchOptions()
-    return [task for table in problems for task in _tasks(job, fields, table, own, options)]
-
-
-def _require_shared(
-    job: Mapping[str, Any], fields: Mapping[str, Any], problems: Sequence[Mapping[str, Any]], own: Sequence[str]
-) -> None:
-    """Rejects shared settings that are invalid for every problem, before the first search.
-
-    Raises:
-      ValueError: a budget, seconds, backends, an operation or a field that is not valid for any problem.
-    """
-    try:
-        SearchOptions.of(budget=job.get("budget"), effort=job.get("effort"), seconds=job.get("seconds"))
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    shared = job.get("operation")
-    if isinstance(shared, str):
-        _operation(shared, own)
-    names = dict.fromkeys(name for table in problems if isinstance(name := table.get("operation", shared), str))
-    operations = []
-    for name in names:
-        with contextlib.suppress(ValueError):  # reported by the problem itself
-            operations.append(_operation(name, own))
-    if not operations:
-        return
-    known = {field.name for operation in operations for field in dataclasses.fields(operation.problem)}
-    for name in fields:
-        if name not in (*known, "count"):
-            raise ValueError(f"[fields] wants fields of the problems, found {unknown(name, [*sorted(known), 'count'])}")
-    refused = []
-    for operation in operations:
-        try:
-            parse_backends(operation, job.get("backends"))
-        except (TypeError, ValueError) as error:
-            refused.append(error)
-    if len(refused) == len(operations):
-        raise ValueError(str(refused[0]))
+    tasks = [task for table in problems for task in _tasks(job, fields, table, own, options)]
+    reasons = {task.reason if isinstance(task, Malformed) else "" for task in tasks}
+    if len(tasks) > 1 and len(reasons) == 1 and (shared := reasons.pop()):
+        raise ValueError(shared)
+    return tasks
 
 
 def _operation(name: str, own: Sequence[str]) -> Operation[Any]:

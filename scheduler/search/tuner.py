@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import NoCandidate, TakesHours
@@ -71,9 +71,6 @@ from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-
-if TYPE_CHECKING:
-    from scheduler.search.trial_parameters import TrialParameters
 
 # Trials in a row without an improvement after which a search stops, if no further improvement is expected. The second
 # value applies to budgets above the default.
@@ -192,9 +189,16 @@ class _Tuning:
             self._reject_long_search()
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
         with self.runner.reserve(self.operation, self.problem, options.l2, exclusive=options.seconds is not None):
-            known, near = self._known(), self._near()
+            known, near, parameters = self._known(), list[Neighbour](), None
+            if self.store is not None:
+                from scheduler.search.trial_parameters import TrialParameters
+
+                hardware = self.runner.hardware
+                records = similar_records(self.operation, self.problem, hardware, self.store)
+                near = nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)
+                parameters = TrialParameters(self.operation, self.problem, hardware.target)
             self.candidates = collect(self.task, self.runner, known, near, imported_schedules(self.key, self.store))
-            self.writer = TrialWriter(self.store, self.key, self.runner.environment, self._trial_parameters())
+            self.writer = TrialWriter(self.store, self.key, self.runner.environment, parameters)
             self.trials = Trials(
                 self.candidates.of, known, self.writer, first_error=options.first_error, fingerprint=self.fingerprint
             )
@@ -273,21 +277,6 @@ class _Tuning:
             and (trial.outcome.clock, trial.outcome.l2) == here
             and trial.fingerprint == self.fingerprint(trial)
         }
-
-    def _near(self) -> list[Neighbour]:
-        """Returns similar problems, on this chip or a sibling, with their records."""
-        if self.store is None:
-            return []
-        hardware = self.runner.hardware
-        records = similar_records(self.operation, self.problem, hardware, self.store)
-        return nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)
-
-    def _trial_parameters(self) -> TrialParameters | None:
-        if self.store is None:
-            return None
-        from scheduler.search.trial_parameters import TrialParameters
-
-        return TrialParameters(self.operation, self.problem, self.runner.hardware.target)
 
     def _search(self) -> None:
         from scheduler.search.search import Search  # importing Optuna takes 0.4 s; a cache hit does not need it

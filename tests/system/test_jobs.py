@@ -81,7 +81,7 @@ def test_a_bad_problem_is_kept_with_its_reason_and_the_rest_are_read(table, comp
         ("budget =", "must be valid TOML: "),
         ('operatoin = "matmul"', "did you mean 'operation'"),
         ('operation = "matmul"', r"at least one table \[\[problem\]\]"),
-        ('operation = "matmull"\n[[problem]]\nm=1', "no operation 'matmull'"),
+        ('operation = "matmull"\n[[problem]]\nm=1\n[[problem]]\nm=2', "no operation 'matmull'"),
     ],
 )
 def test_what_is_wrong_with_the_whole_job_stops_it(text, complaint):
