@@ -35,6 +35,16 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def load_each(names: list[str] | None) -> list[str] | None:
+    """Loads user-defined operations, so that records and misses can refer to them by name."""
+    from search_spaces import load
+
+    with usage_errors():
+        for name in names or ():
+            load(name)
+    return names
+
+
 def reject(combinations: Mapping[str, bool]) -> None:
     """Raises BadParameter with the first message of which the condition holds."""
     for message, holds in combinations.items():
@@ -63,7 +73,10 @@ Part = Annotated[
 ]
 Own = Annotated[
     list[str] | None,
-    typer.Option(help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."),
+    typer.Option(
+        callback=load_each,
+        help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
@@ -118,6 +131,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
     """Whether the problem of a record has these values."""
+    from scheduler.core import codec
     from search_spaces import load_known
     from search_spaces.problem import canonical
 
@@ -126,37 +140,37 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
     try:
         values = vars((operation or load_known(record.key.operation)).problem.from_canonical(record.key.problem))
     except ValueError:  # the defaults of omitted fields are unknown without the operation
-        values = json_fields(record.key.problem)
+        fields_here = codec.problem_to_json(record.key.problem)
+        values = fields_here if isinstance(fields_here, dict) else {}
     return all(str(values.get(name)).lower() in (text.lower(), canonical(text)) for name, text in fields.items())
 
 
-def json_fields(problem: str) -> Mapping[str, Any]:
-    """Returns the fields of a stored problem, without its operation's types; empty if the problem has no fields."""
-    from scheduler.core import codec
+def wanted_by(
+    keys: Sequence[Key], operation: str | None, hardware: str | None, fields: Sequence[str] | None = None
+) -> Callable[[Key], bool]:
+    """Returns a filter for keys of an operation, of a chip whose name matches `hardware`, and of one problem.
 
-    values = codec.problem_to_json(problem)
-    return values if isinstance(values, dict) else {}
-
-
-def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:
-    """Returns a filter for keys of an operation, and of a chip whose name matches `hardware`.
-
-    None disables either condition.
+    None disables a condition.
 
     Raises:
-      BadParameter: the operation or the chip is unknown, and does not occur in `keys`.
+      BadParameter: the operation or the chip is unknown, and does not occur in `keys`; `fields` are not a problem.
     """
     from search_spaces import OPERATIONS, load
     from search_spaces.space import unknown
 
-    if operation is not None:
+    problem = None
+    if fields:
+        with usage_errors():
+            loaded, one = problem_of(str(operation), fields)
+        operation, problem = loaded.name, one.canonical()
+    elif operation is not None:
         if ":" in operation:
             with usage_errors():
                 operation = load(operation).name
         elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is None:
-        return lambda key: operation in (None, key.operation)
+        return lambda key: operation in (None, key.operation) and problem in (None, key.problem)
     from scheduler.core.hardware import named, table, unknown_chip
 
     kinds = dict.fromkeys((*(row.kind for row in table()), *(key.hardware for key in keys)))
@@ -164,7 +178,9 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
     if not meant and not named(hardware, kinds):
         raise typer.BadParameter(f"no hardware {unknown_chip(hardware, kinds)}")
     return lambda key: (
-        operation in (None, key.operation) and (key.hardware in meant or bool(named(hardware, [key.hardware])))
+        operation in (None, key.operation)
+        and problem in (None, key.problem)
+        and (key.hardware in meant or bool(named(hardware, [key.hardware])))
     )
 
 
@@ -264,12 +280,6 @@ def user_store() -> Store:
     from scheduler.store.store import Store, default_url
 
     return Store(default_url())
-
-
-def no_store() -> Store:
-    from scheduler.store.store import Store
-
-    return Store(":memory:")
 
 
 # The errors of unreadable stores that were reported, while a command runs.

@@ -111,11 +111,6 @@ def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list
     return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
 
 
-def _tpu_devices() -> bool:
-    """Whether device files of TPUs exist."""
-    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Here:
     """The chips of this machine, by their drivers' names."""
@@ -135,7 +130,8 @@ class _Here:
             found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
             if kinds := frozenset(kind for rows in found for (kind,) in rows):
                 return cls(kinds)
-        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
+        files = (file for pattern in ("accel*", "vfio/[0-9]*") for file in Path("/dev").glob(pattern))
+        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and any(files):
             from scheduler.core import hardware
 
             with contextlib.suppress(SchedulerError):
@@ -242,7 +238,6 @@ def report(
     arguments.require_writable(out)
     from scheduler.inspect import plots
     from scheduler.inspect.report import content, page
-    from scheduler.inspect.report import content as draw
     from search_spaces import load
 
     own = []
@@ -256,14 +251,14 @@ def report(
     rows = [(where, record, stored.stores[where].last_trials(record.key)) for where, record in stored.records]
     records = list(counted("explaining records", len(rows))(content.gather(rows, own)))
     if pictures == "none":
-        drawn = draw.no_pictures(records, "This report was written without pictures (--pictures none).")
+        drawn = content.no_pictures(records, "This report was written without pictures (--pictures none).")
     elif not plots.available():
-        drawn = draw.no_pictures(
+        drawn = content.no_pictures(
             records, "Pictures need matplotlib: run pip install 'tile-scheduler[plots]', and write the report again."
         )
     else:
         count = counted("drawing the pictures of records", len(records))
-        drawn = draw.drawn_pictures(records, count, every=pictures == "all")
+        drawn = content.drawn_pictures(records, count, every=pictures == "all")
     text = page.page(records, stored.unfinished, origin, drawn)
     with arguments.file_errors(out):
         replace_text(out, text)

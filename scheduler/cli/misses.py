@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,16 +45,10 @@ def misses(
     """List problems of calls that had no record, largest expected gain of a search first."""
     from scheduler.dispatch import stored
 
-    _load(own or ())
-    problem = None
-    if fields:
-        with arguments.usage_errors():
-            op, parsed = arguments.problem_of(str(operation), fields)
-        operation, problem = op.name, parsed.canonical()
     store = arguments.user_store()
     kept = store.misses.all()
-    wanted = arguments.wanted_by([miss.key for miss in kept], operation, hardware)
-    kept = [miss for miss in kept if wanted(miss.key) and problem in (None, miss.key.problem)]
+    wanted = arguments.wanted_by([miss.key for miss in kept], operation, hardware, fields)
+    kept = [miss for miss in kept if wanted(miss.key)]
     if forget:
         say(f"forgot {store.misses.forget(miss.key for miss in kept)} misses")
         return
@@ -78,18 +72,16 @@ def tasks_missed(
     *,
     everything: bool,
     part: str | None,
-    own: Sequence[str],
 ) -> list[Task]:
     """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
     from scheduler.search.task import Task
 
-    _load(own)
     kept = store.misses.all()
     for chip, count in sorted(collections.Counter(miss.key.hardware for miss in kept).items()):
         if chip != local_chip.id:
             say(f"{count} problems on {chip} are left out: this chip is {local_chip.id}")
-    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], local_chip)
+    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], lambda _: local_chip)
     unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
     for (name, reason), count in unknown.items():
         say(f"{count} problems of {name} are left out: {reason}")
@@ -107,15 +99,7 @@ def tasks_missed(
     return tasks
 
 
-def _load(own: Sequence[str]) -> None:
-    from search_spaces import load
-
-    with arguments.usage_errors():
-        for name in own:
-            load(name)
-
-
-def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[Missed]:
+def _weighed(kept: Sequence[Miss], chip: Callable[[str], Hardware | None] = arguments.chip_of) -> list[Missed]:
     from scheduler.prediction.transfer import telling_records
     from scheduler.search import missed
 
@@ -126,13 +110,7 @@ def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[M
     def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> list[Record]:
         return [found for store in stores for found in telling_records(store, operation, problem, chip)]
 
-    return missed.weigh(
-        kept,
-        stored,
-        lambda identity: (
-            local_chip if local_chip is not None and identity == local_chip.id else arguments.chip_of(identity)
-        ),
-    )
+    return missed.weigh(kept, stored, chip)
 
 
 # ------------------------------------------------------------------------------

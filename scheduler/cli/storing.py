@@ -106,13 +106,13 @@ def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
     Raises:
       SchedulerError: there is none.
     """
-    if hardware is None:
-        here = arguments.hardware_here(0).id
-        files = [file for file in index.files if file.hardware == here]
-    else:
-        here = hardware
-        wanted = arguments.wanted_by([Key("", file.hardware, "") for file in index.files], None, hardware)
-        files = [file for file in index.files if wanted(Key("", file.hardware, ""))]
+    here = hardware or arguments.hardware_here(0).id
+    wanted = arguments.wanted_by([Key("", file.hardware, "") for file in index.files], None, hardware)
+    files = [
+        file
+        for file in index.files
+        if (file.hardware == here if hardware is None else wanted(Key("", file.hardware, "")))
+    ]
     if not files:
         chips = ", ".join(sorted({file.hardware for file in index.files})) or "none"
         raise SchedulerError(f"{name} has no records of {here}; --hardware selects one of its chips: {chips}")
@@ -126,19 +126,15 @@ def forget(
     everything: Annotated[bool, typer.Option("--all", help="Delete all (of the operation, on the chip).")] = False,
 ) -> None:
     """Delete records and trials (also of unfinished searches) from the user's own cache."""
-    problem = None
-    if not everything:
-        if operation is None or not fields:
-            raise typer.BadParameter("name a problem, or give --all")
-        with arguments.usage_errors():
-            op, parsed = arguments.problem_of(operation, fields)
-        operation, problem = op.name, parsed.canonical()
-    elif fields:
-        raise typer.BadParameter("--all and the fields of one problem exclude each other")
+    arguments.reject(
+        {
+            "name a problem, or give --all": not everything and (operation is None or not fields),
+            "--all and the fields of one problem exclude each other": everything and bool(fields),
+        }
+    )
     store = arguments.user_store()
     keys = store.keys()
-    wanted = arguments.wanted_by(keys, operation, hardware)
-    deleted = [key for key in keys if wanted(key) and problem in (None, key.problem)]
+    deleted = list(filter(arguments.wanted_by(keys, operation, hardware, fields), keys))
     store.forget(*deleted)
     for key in deleted:
         say(f"forgot {key}")

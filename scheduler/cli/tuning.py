@@ -126,10 +126,8 @@ def tune(
     processes = _start_processes(context, device, workers) if starts_early else None
     from scheduler.measure.runner import RunnerOptions
 
-    options, opened = RunnerOptions(device, workers, compile_timeout, run_timeout), None
-    if starts_early:
-        opened = _open_runner(str(operation), options, processes)
-        context.call_on_close(functools.partial(_close_runner, opened))
+    options = RunnerOptions(device, workers, compile_timeout, run_timeout)
+    opened = _open_runner(context, str(operation), options, processes) if starts_early else None
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
@@ -137,6 +135,7 @@ def tune(
     from scheduler.search.job_queue import DeviceExecutor
     from scheduler.search.missed import TimeBudget
     from scheduler.search.task import Malformed, SearchOptions
+    from scheduler.store.store import Store
     from search_spaces import OPERATIONS, load, load_known
 
     with arguments.usage_errors():
@@ -147,7 +146,7 @@ def tune(
         if hardware is not None and engine is None:
             options = dataclasses.replace(options, hardware=find(hardware).kind)
     recording = None if replay is None else Replay(replay)
-    store = arguments.user_store() if recording is None or keep else arguments.no_store()
+    store = arguments.user_store() if recording is None or keep else Store(":memory:")
     time_budget = TimeBudget(None if minutes is None else 60 * minutes)
     tasks: Sequence[Task | Malformed]
     executors: Sequence[Executor] | None = None
@@ -157,7 +156,7 @@ def tune(
             for executor in here:
                 stack.callback(executor.close)
             here[0].open()
-            tasks = tasks_missed(store, here[0].hardware, search, everything=everything, part=part, own=own or ())
+            tasks = tasks_missed(store, here[0].hardware, search, everything=everything, part=part)
         elif job is not None:
             with arguments.usage_errors():
                 tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or (), options=search), part or "1/1")
@@ -202,21 +201,22 @@ def _start_processes(context: typer.Context, device: int, workers: int | None) -
     return processes
 
 
-def _open_runner(operation: str, options: RunnerOptions, processes: Processes | None) -> Future[Runner]:
-    """Starts a runner in a thread, so that it starts while this process imports its other modules."""
+def _open_runner(
+    context: typer.Context, operation: str, options: RunnerOptions, processes: Processes | None
+) -> Future[Runner]:
+    """Starts a runner in a thread, so that it starts while this process imports its other modules.
+
+    The command closes the runner, which is still open if the command ends before a search.
+    """
     from scheduler.core.interrupts import in_thread
     from scheduler.measure.pool import start_runner
     from search_spaces import load
 
     with arguments.usage_errors():
         loaded = load(operation)
-    return in_thread(functools.partial(start_runner, loaded, options, processes=processes), "scheduler-start")
-
-
-def _close_runner(opened: Future[Runner]) -> None:
-    """Closes the runner, which is still open if the command ended before a search."""
-    if opened.exception() is None:
-        opened.result().close()
+    opened = in_thread(functools.partial(start_runner, loaded, options, processes=processes), "scheduler-start")
+    context.call_on_close(lambda: opened.result().close() if opened.exception() is None else None)
+    return opened
 
 
 def _tune(
