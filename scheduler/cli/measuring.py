@@ -1,4 +1,4 @@
-"""Commands that measure schedules and fit the cost model to measurements: `sweep`, `calibrate`."""
+"""Commands that measure schedules again, or all of them, and fit the cost model: `sweep`, `calibrate`, `verify`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from scheduler.cli import arguments
-from scheduler.cli.terminal import output, print_json, say, shown_searches
+from scheduler.cli.terminal import console_here, output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
 
@@ -47,7 +47,7 @@ def sweep(
             "set backends of a job in its file": job is not None and backends is not None,
         }
     )
-    from scheduler.cli import search_report
+    from scheduler.cli import reports
     from scheduler.measure.pool import start_runner
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
@@ -89,9 +89,7 @@ def sweep(
                     again=again,
                     progress=functools.partial(shown.search, task),
                 )
-            output(
-                *search_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""
-            )
+            output(*reports.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", "")
     if failed:
         raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
 
@@ -108,7 +106,7 @@ def calibrate(
 
     Later predictions for this chip use them. Stored records do not change.
     """
-    from scheduler.cli import search_report
+    from scheduler.cli import reports
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
     from scheduler.search.sweep import merged_measurements, recorded_measurements, stored_measurements
@@ -135,5 +133,65 @@ def calibrate(
     if as_json:
         print_json([dataclasses.asdict(calibration) for calibration in fitted])
         return
-    output(f"{op.name} on {chip.id}", "", search_report.calibrations_table(fitted))
+    output(f"{op.name} on {chip.id}", "", reports.calibrations_table(fitted))
     output(f"Written to {where}" if ship is not None else f"Stored in {where}")
+
+
+def verify(
+    fields: Annotated[list[str] | None, typer.Argument(help="Only problems with these fields, as name=value.")] = None,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Verify the records shipped with this package.")] = False,
+    within: Annotated[
+        float,
+        typer.Option(min=0, callback=arguments.finite, help="Percent by which a winner may be slower than a rival."),
+    ] = 3.0,
+    update: Annotated[bool, typer.Option("--update", help="Store the new times and ranking.")] = False,
+    device: arguments.Device = 0,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
+    seed: arguments.Seed = 0,
+    as_json: arguments.AsJson = False,
+) -> None:
+    """Time stored winners again against their rivals, and report those that are no longer valid, with exit status 1.
+
+    Rivals are the other schedules of the record, including XLA's, and the model's choice. Only records of a chip of
+    this host can be timed. The new times replace an imported record, which is then verified.
+    """
+    from scheduler.cli import reports
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search.reverify import reverify
+    from scheduler.store.store import shipped as shipped_store
+    from search_spaces import load
+
+    options = RunnerOptions(device, None, compile_timeout, run_timeout)
+    with arguments.usage_errors():
+        op = load(operation) if operation is not None else None
+        wanted = arguments.field_texts(fields or [])
+    user = arguments.user_store()
+    store = shipped_store() if shipped else user
+    stored = arguments.records_of(store, op.name if op else None, hardware) if store is not None else []
+    records = [record for record in stored if arguments.has_fields(record, op, wanted)]
+    if not records:
+        raise SchedulerError(f"no such record is {'shipped' if shipped else f'in {user.location}'}")
+    if update or any(record.imported for record in records):
+        user.require_writable()
+    verdicts, stored_count = [], 0
+    for verdict in reverify(records, operation=op, options=options, within=within / 100, seed=seed):
+        verdicts.append(verdict)
+        say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+        if verdict.refreshed is not None and (update or verdict.record.imported):
+            user.put(verdict.refreshed)
+            stored_count += 1
+    verdicts.sort(key=lambda verdict: records.index(verdict.record))
+    if as_json:
+        print_json([reports.reverified_json(verdict) for verdict in verdicts])
+    else:
+        output(*reports.reverified(verdicts, console_here().width))
+        if update or stored_count:
+            output(f"{stored_count} records with today's times are stored in {user.location}")
+    lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
+    if lost:
+        raise SchedulerError(f"{lost} of {len(verdicts)} records are no longer valid; tune them again, or use --update")
+    if all(verdict.state == "elsewhere" for verdict in verdicts):
+        raise SchedulerError(f"none of {len(verdicts)} records could be timed: {verdicts[0].reason}")
