@@ -42,7 +42,7 @@ class Stored:
 
     Attributes:
       stores: location -> store, for the readable stores.
-      records: the records, sorted as in `_Here.order`: the user's own first, then those of local chips.
+      records: the records: the user's own first, then those of local chips, measured before estimated.
       unfinished: the selected unfinished searches, with their trials.
       left: number of records left out by the limit `most`.
       elsewhere: for each shipped record left out because its chip is not local, the chip.
@@ -77,77 +77,58 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
       most: maximum number of records; 0 means no limit.
       fields: sort problems by their fields, in the order of their operation, which imports JAX; otherwise by name.
     """
+    from scheduler.inspect.provenance import order_of
 
-    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]]]:
-        return store, store.heads(), store.unfinished()
-
-    kept = list(arguments.ask_stores(ask))
+    kept = list(arguments.ask_stores(lambda store: (store, store.heads(), store.unfinished())))
     keys = [key for _, (_, heads, cut) in kept for key in (*(head.key for head in heads), *cut)]
-    meant, here = arguments.wanted_by(keys, operation, hardware), _Here.now()
+    meant, kinds = arguments.wanted_by(keys, operation, hardware), _local_kinds()
+
+    def is_local(key: Key) -> bool:
+        return key.hardware.partition(" (")[0] in kinds
 
     def shown(where: str, key: Key) -> bool:
-        return everything or hardware is not None or where != arguments.SHIPPED or here.has(key)
+        return everything or hardware is not None or where != arguments.SHIPPED or is_local(key)
+
+    def order(row: tuple[str, Head]) -> tuple[object, ...]:
+        (where, head), key = row, row[1].key
+        problem = order_of(key, fields=fields)
+        return where == arguments.SHIPPED, not is_local(key), head.estimated, key.hardware, problem
 
     found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
-    rows = [(where, head) for where, head in found if shown(where, head.key)]
-    rows.sort(key=lambda row: here.order(*row, fields=fields))
+    rows = sorted(((where, head) for where, head in found if shown(where, head.key)), key=order)
     stores = {where: store for where, (store, *_) in kept}
+    records: dict[tuple[str, Key], Record] = {}
+    for where, store in stores.items():
+        read = store.read([head.key for place, head in rows[: most or None] if place == where])  # none malformed
+        records |= {(where, record.key): record for record in read}
     return Stored(
         stores,
-        _read(rows[:most] if most else rows, stores),
+        [(where, records[where, head.key]) for where, head in rows if (where, head.key) in records],
         [(where, key, trials) for where, (_, _, cut) in kept for key, trials in cut.items() if meant(key)],
         max(0, len(rows) - most) if most else 0,
         [head.key.hardware for where, head in found if not shown(where, head.key)],
     )
 
 
-def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
-    """Returns the records of these rows in the same order, without malformed ones."""
+def _local_kinds() -> frozenset[str]:
+    """Returns the chips of this machine, by their drivers' names.
 
-    found: dict[tuple[str, Key], Record] = {}
-    for where, store in stores.items():
-        keys = [head.key for place, head in rows if place == where]
-        found |= {(where, record.key): record for record in store.read(keys)}
-    return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
+    Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
+    """
+    platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
+    plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    if plugins and (not platforms or platforms & {"cuda", "gpu"}):
+        visible = gpu.visible_gpus()
+        found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
+        if kinds := frozenset(kind for rows in found for (kind,) in rows):
+            return kinds
+    files = (file for pattern in ("accel*", "vfio/[0-9]*") for file in Path("/dev").glob(pattern))
+    if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and any(files):
+        from scheduler.core import hardware
 
-
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """The chips of this machine, by their drivers' names."""
-
-    kinds: frozenset[str]
-
-    @classmethod
-    def now(cls) -> _Here:
-        """Detects the chips of this machine.
-
-        Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
-        """
-        platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
-        plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-        if plugins and (not platforms or platforms & {"cuda", "gpu"}):
-            visible = gpu.visible_gpus()
-            found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
-            if kinds := frozenset(kind for rows in found for (kind,) in rows):
-                return cls(kinds)
-        files = (file for pattern in ("accel*", "vfio/[0-9]*") for file in Path("/dev").glob(pattern))
-        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and any(files):
-            from scheduler.core import hardware
-
-            with contextlib.suppress(SchedulerError):
-                return cls(frozenset({hardware.detect().kind}))
-        return cls(frozenset({"cpu"}))
-
-    def has(self, key: Key) -> bool:
-        """Whether a key belongs to a chip of this machine."""
-        return key.hardware.partition(" (")[0] in self.kinds
-
-    def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
-        """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
-        from scheduler.inspect.provenance import order_of
-
-        problem = order_of(head.key, fields=fields)
-        return where == arguments.SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
+        with contextlib.suppress(SchedulerError):
+            return frozenset({hardware.detect().kind})
+    return frozenset({"cpu"})
 
 
 def list_(

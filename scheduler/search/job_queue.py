@@ -135,7 +135,6 @@ class DeviceExecutor:
         if (runner := self._runner) is None:  # lost, as another search has found
             raise ExecutorLost(f"{self.name} was lost")
         try:
-            runner.capacity(task.operation, task.problem, task.options.l2)  # raises if memory does not suffice
             return tuner.search(task, runner, store, progress)
         except WorkerError as error:
             ended = self._runner is not runner and not self._closed  # by another search, after the device was lost

@@ -151,7 +151,7 @@ class JobRun:
         """Returns the search of a task; reports its result if a valid record exists or the task cannot be searched."""
         hardware = executor.hardware
         try:
-            current = self._current_record(task, executor)
+            current = is_current(task, executor.hardware, self._store, executor.tracer(task))
             if isinstance(current, Record) and not task.options.searches_known:
                 self._report(_known(task, current, hardware))
                 return None
@@ -241,7 +241,7 @@ class JobRun:
                 if search.busy == 1:  # all others are running
                     _log.warning("%s is being tuned by %s; waiting for its record", key, other)
                 return None
-            current = self._current_record(task, executor)
+            current = is_current(task, executor.hardware, self._store, executor.tracer(task))
             new = search.busy > 0 and current != search.current  # a record of the other process
             if isinstance(current, Record) and (new or not task.options.searches_known):
                 return _known(task, current, hardware)
@@ -283,9 +283,6 @@ class JobRun:
             kept = store.get(record.key) == record
         baseline = baseline_of(task, hardware, evidence, record, store)
         return Result(task, "tuned", reason, hardware, record, entry, baseline, resumed, stored=kept)
-
-    def _current_record(self, task: Task, executor: Executor) -> Record | str:
-        return is_current(task, executor.hardware, self._store, executor.tracer(task))
 
 
 def _known(task: Task, record: Record, hardware: Hardware) -> Result:

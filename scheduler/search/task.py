@@ -22,11 +22,7 @@ BUDGET = EFFORTS["default"]
 
 
 def trials(budget: int | None, effort: str | None) -> int:
-    """Returns the budget of a search: `budget` itself, or the budget of `effort`.
-
-    Raises:
-      ValueError: both are given, or the effort is unknown.
-    """
+    """Returns the budget of a search: `budget` itself, or that of `effort`. Raises ValueError if both are given."""
     if effort is None:
         return BUDGET if budget is None else budget
     if budget is not None:

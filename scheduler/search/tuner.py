@@ -122,9 +122,6 @@ def tune(
         if runner is None:
             runner = start_runner(operation, options)
             stack.callback(runner.close)
-        runner.capacity(
-            operation, problem, task.options.l2
-        )  # raises if memory does not suffice, before a store is read
         if store is not None:
             hardware, tracer = runner.hardware, traced_by(operation, problem, runner)
             if not task.options.searches_known:
@@ -150,6 +147,7 @@ OPTIONS = (
 
 def search(task: Task, runner: Runner, store: TrialStore | None, progress: Callable[[Progress], None] | None) -> Record:
     """Runs `tune` without reading the record in `store`. The caller holds the lease of the problem."""
+    runner.capacity(task.operation, task.problem, task.options.l2)  # raises if memory does not suffice
     return _Tuning(task, runner, store, progress).run()
 
 
@@ -319,7 +317,8 @@ class _Tuning:
                 has_first = threads.running or (programs[0] in trials if programs else trials)
                 out_of_time = seconds is not None and bool(has_first) and time.perf_counter() - started > seconds
                 while not out_of_time and threads.running < self._capacity() and (index := search.ask()) is not None:
-                    threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
+                    measure = functools.partial(self.runner.measure, self._task(index, self.repetitions))
+                    threads.start(index, functools.partial(pace.timed, measure))
                 if threads.running < self._capacity():
                     self._compile_ahead()
                 self.writer.flush()  # while the device runs the next candidates
@@ -351,9 +350,6 @@ class _Tuning:
             self.trials.fastest_s,
             raising=self.options.first_error and not c.library,
         )
-
-    def _measure(self, index: int) -> Outcome:
-        return self.runner.measure(self._task(index, self.repetitions))
 
     def _compile_ahead(self) -> None:
         """Lets idle compile processes compile the confirmation runs of the current leaders."""
