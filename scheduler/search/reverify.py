@@ -19,9 +19,9 @@ from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import illegal, onchip_bytes
 from scheduler.prediction import predict, transfer
-from scheduler.search import final_comparison
+from scheduler.search import runoff
 from scheduler.search.candidates import legal_schedules, reference, traced_by
-from scheduler.search.final_comparison import Result
+from scheduler.search.runoff import Result
 from search_spaces import load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -226,9 +226,9 @@ class _Verification:
         for label in filter(times.__contains__, rivals):
             kernel = operation.kernel(rivals[label].backend)
             onchip = onchip_bytes(kernel, problem, runner.hardware, rivals[label].schedule)
-            racing.append(final_comparison.Contender(label, kernel.library, onchip, kernel.loses_ties))
+            racing.append(runoff.Contender(label, kernel.library, onchip, kernel.loses_ties))
         fastest_s = min(times.values(), default=None)
-        ended = final_comparison.run_off_finalists(
+        ended = runoff.run_off_finalists(
             runner,
             racing,
             lambda rival: runner.measure(task(rival.label, repetitions_of_round, fastest_s), again=True),
@@ -239,9 +239,7 @@ class _Verification:
 
     def _refreshed(self, rivals: Mapping[str, Remeasured], ended: Result) -> Record | None:
         """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
-        kept = final_comparison.fastest_finalists(
-            ended.order, final_comparison.KEPT_FINALISTS, lambda label: rivals[label].backend
-        )
+        kept = runoff.fastest_finalists(ended.order, runoff.KEPT_FINALISTS, lambda label: rivals[label].backend)
         if self.operation.library.backend not in (rivals[label].backend for label in kept):
             return None
 

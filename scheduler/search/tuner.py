@@ -34,36 +34,7 @@ from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions
 from scheduler.measure.runner import Task as MeasureTask
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
-from scheduler.search.baseline import (
-    imported_schedules,
-    is_current,
-    refuse_to_replace_measured,
-    similar_records,
-    stale_reason,
-)
-from scheduler.search.candidates import (
-    Candidates,
-    EqualPrograms,
-    Recorded,
-    collect,
-    legal_schedules,
-    reference,
-    search_seconds,
-    smaller,
-    traced_by,
-)
-from scheduler.search.final_comparison import (
-    FEWEST_ROUNDS,
-    FINALISTS,
-    KEPT_FINALISTS,
-    Contender,
-    all_failed,
-    fastest_finalists,
-    finalists,
-    notes_on_results,
-    rank_once,
-    run_off_finalists,
-)
+from scheduler.search import baseline, candidates, runoff
 from scheduler.search.named_samplers import sampler_of
 from scheduler.search.task import BUDGET, SearchOptions, Task
 from scheduler.search.trials import Trials, TrialStore, TrialWriter
@@ -123,14 +94,14 @@ def tune(
             runner = start_runner(operation, options)
             stack.callback(runner.close)
         if store is not None:
-            hardware, tracer = runner.hardware, traced_by(operation, problem, runner)
+            hardware, tracer = runner.hardware, candidates.traced_by(operation, problem, runner)
             if not task.options.searches_known:
-                known = is_current(task, hardware, store, tracer)
+                known = baseline.is_current(task, hardware, store, tracer)
                 if isinstance(known, Record):
                     return known
             made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
             # A backend that failed for the other process would fail for this one, too.
-            if made is not None and not stale_reason(task, hardware, made, tracer):
+            if made is not None and not baseline.stale_reason(task, hardware, made, tracer):
                 return made
         return search(task, runner, store, progress)
 
@@ -164,9 +135,9 @@ class _Tuning:
         self.task, self.operation, self.problem, self.options = task, task.operation, task.problem, task.options
         self.runner, self.store, self.progress = runner, store, progress
         self.key = key_of(task.operation, task.problem, runner.hardware)
-        self.fingerprint = traced_by(task.operation, task.problem, runner)
-        self.reference = reference(task.operation, task.problem, runner)
-        self.candidates: Candidates
+        self.fingerprint = candidates.traced_by(task.operation, task.problem, runner)
+        self.reference = candidates.reference(task.operation, task.problem, runner)
+        self.candidates: candidates.Candidates
         self.trials: Trials
         self.writer: TrialWriter
         self.stopped, self.excluded = "", 0
@@ -178,11 +149,11 @@ class _Tuning:
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
         if self.store is not None:
-            refuse_to_replace_measured(self.key, self.runner.hardware, self.store)
+            baseline.refuse_to_replace_measured(self.key, self.runner.hardware, self.store)
         if (
             options.seconds is None
             and self.runner.hardware.abilities.interpreted
-            and not isinstance(self.runner, Recorded)
+            and not isinstance(self.runner, candidates.Recorded)
         ):
             self._reject_long_search()
         # Reserve the device before planning, so that problems are served in the order in which they arrive.
@@ -192,10 +163,12 @@ class _Tuning:
                 from scheduler.search.trial_parameters import TrialParameters
 
                 hardware = self.runner.hardware
-                records = similar_records(self.operation, self.problem, hardware, self.store)
+                records = baseline.similar_records(self.operation, self.problem, hardware, self.store)
                 near = nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)
                 parameters = TrialParameters(self.operation, self.problem, hardware.target)
-            self.candidates = collect(self.task, self.runner, known, near, imported_schedules(self.key, self.store))
+            self.candidates = candidates.collect(
+                self.task, self.runner, known, near, baseline.imported_schedules(self.key, self.store)
+            )
             self.writer = TrialWriter(self.store, self.key, self.runner.environment, parameters)
             self.trials = Trials(
                 self.candidates.of, known, self.writer, first_error=options.first_error, fingerprint=self.fingerprint
@@ -203,7 +176,9 @@ class _Tuning:
             self.writer.prepare()
             with self.writer:
                 self._search()
-                chosen = finalists(self.trials, lambda index: self.runner.confirm(self._finalist(index)), self.runner)
+                chosen = runoff.finalists(
+                    self.trials, lambda index: self.runner.confirm(self._finalist(index)), self.runner
+                )
                 if not chosen:
                     self._fail_without_result()
                 entries, verdict = self._run_off(chosen)
@@ -218,11 +193,11 @@ class _Tuning:
             confidence=verdict,
             excluded=self.excluded,
             stopped=self.stopped,
-            failed=tuple(all_failed(self.trials.ended.values())),
+            failed=tuple(runoff.all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             reference=self.reference,
-            legal=legal_schedules(self.operation, self.problem, self.runner),
-            notes=(*self.candidates.notes, *notes_on_results(self.operation, self.trials, entries)),
+            legal=candidates.legal_schedules(self.operation, self.problem, self.runner),
+            notes=(*self.candidates.notes, *runoff.notes_on_results(self.operation, self.trials, entries)),
         )
         self.writer.finish(lambda store: store.put(record), "the record")
         return record
@@ -240,21 +215,21 @@ class _Tuning:
         """Raises TakesHours if interpreting the candidates would take too long."""
 
         def estimate_s(problem: Problem) -> float:
-            return search_seconds(
+            return candidates.search_seconds(
                 self.operation,
                 problem,
                 self.runner.hardware,
                 backends=allowed_backends(self.operation, self.options.backends),
                 budget=self.options.budget - 1,
                 calls=problem.variant_count * (1 + timer.WARM_UP_CALLS + self.repetitions),
-                finalists=FINALISTS,
+                finalists=runoff.FINALISTS,
                 calls_of_finalist=calls_to_confirm(problem)
-                + problem.variant_count * FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
+                + problem.variant_count * runoff.FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
             )
 
         if (wanted_s := estimate_s(self.problem)) <= LONGEST_INTERPRETED_S:
             return
-        fitting = smaller(self.problem, lambda problem: estimate_s(problem) <= LONGEST_INTERPRETED_S)
+        fitting = candidates.smaller(self.problem, lambda problem: estimate_s(problem) <= LONGEST_INTERPRETED_S)
         instead = "" if fitting is None else f"tune a smaller one ({fitting}), or "
         time_s = f"{wanted_s / 60:.0f} minutes" if wanted_s < 7200 else f"{wanted_s / 3600:.0f} hours"
         raise TakesHours(
@@ -279,24 +254,19 @@ class _Tuning:
     def _search(self) -> None:
         from scheduler.search.search import Search  # importing Optuna takes 0.4 s; a cache hit does not need it
 
-        candidates, trials, seconds, seed = (
-            self.candidates.of,
-            self.trials.ended,
-            self.options.seconds,
-            self.options.seed,
-        )
+        trials, seconds, seed = self.trials.ended, self.options.seconds, self.options.seed
         known = {index: time_of(trial) for index, trial in trials.items()}
-        programs = [index for index, candidate in enumerate(candidates) if candidate.library]
+        programs = [index for index, candidate in enumerate(self.candidates.of) if candidate.library]
         budget = max(self.options.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
-        whole = [candidate.whole() for candidate in candidates]
-        equal = EqualPrograms(whole, lambda index: self.fingerprint(candidates[index]), trials)
+        whole = [candidate.whole() for candidate in self.candidates.of]
+        equal = candidates.EqualPrograms(whole, lambda index: self.fingerprint(self.candidates.of[index]), trials)
         patience, sampler = PATIENCE if budget <= BUDGET else MORE_PATIENCE, sampler_of(self.options.sampler, seed)
         search = Search(
             whole, budget=budget, seed=seed, first=first, known=known, patience=patience, sampler=sampler, same=equal
         )
         started = time.perf_counter()
-        total = min(budget, len(candidates))
+        total = min(budget, len(whole))
         best = next((trials[index] for index in self.trials.measured()), None)
         pace = Pace(self.runner.slots)
 
@@ -355,7 +325,9 @@ class _Tuning:
         """Lets idle compile processes compile the confirmation runs of the current leaders."""
         if isinstance(self.runner, CompilesAhead):
             trials = self.trials
-            for index in fastest_finalists(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
+            for index in runoff.fastest_finalists(
+                trials.measured(), runoff.FINALISTS, lambda index: trials.ended[index].backend
+            ):
                 if index not in self._finalists:
                     self.runner.compile_ahead(self._finalist(index))
 
@@ -375,12 +347,14 @@ class _Tuning:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
         loses_ties = self.operation.library.loses_ties
         rivals = {
-            Contender(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and loses_ties): index
+            runoff.Contender(
+                label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and loses_ties
+            ): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
         index_of = {rival.label: index for rival, index in rivals.items()}
         if self.repetitions_of_round:
-            ended = run_off_finalists(
+            ended = runoff.run_off_finalists(
                 self.runner,
                 list(rivals),
                 lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
@@ -388,7 +362,7 @@ class _Tuning:
             )
         else:
             once = {rival: self.trials.ended[i].outcome for rival, i in rivals.items()}
-            ended = rank_once({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
+            ended = runoff.rank_once({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
         times: dict[int, Outcome] = {index_of[label]: ended.times[label] for label in ended.order}
         if times:
             for label, failure in ended.failures.items():
@@ -396,7 +370,7 @@ class _Tuning:
         else:  # every finalist failed in the run-off: use the times of their trials
             times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)
-        kept = fastest_finalists(order, KEPT_FINALISTS, lambda i: self.trials.ended[i].backend)
+        kept = runoff.fastest_finalists(order, runoff.KEPT_FINALISTS, lambda i: self.trials.ended[i].backend)
         return tuple(self._entry(i, times[i]) for i in kept), ended.verdict
 
     def _entry(self, index: int, measured: Outcome) -> Entry:

@@ -19,7 +19,7 @@ from scheduler.core.text import faster_text, ratio_text, seconds_text
 from scheduler.inspect import case as cases
 from scheduler.inspect.explain import without_prediction
 from scheduler.inspect.verdict import compared, difference, gain_text, interval_text, order_note, standing, verdict
-from scheduler.search.final_comparison import Contender, race
+from scheduler.search.runoff import Contender, race
 from scheduler.store.store import shipped
 from search_spaces import load
 from search_spaces.matmul import MatmulProblem
