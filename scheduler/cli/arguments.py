@@ -58,8 +58,7 @@ _TIMEOUT = {"min": 0.001, "callback": finite}
 OperationName = Annotated[str, typer.Argument(help=_OPERATION)]
 OptionalOperation = Annotated[str | None, typer.Argument(help=_OPERATION)]
 OnlyOperation = Annotated[
-    str | None,
-    typer.Option("--operation", help="Only this operation: a name, package.module:NAME, or file.py:NAME."),
+    str | None, typer.Option("--operation", help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
 ]
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
 OptionalFields = Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")]
@@ -74,8 +73,7 @@ Part = Annotated[
 Own = Annotated[
     list[str] | None,
     typer.Option(
-        callback=load_each,
-        help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable.",
+        callback=load_each, help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
@@ -337,8 +335,7 @@ def records_of(store: Store, operation: str | None, hardware: str | None) -> lis
 # Selection of the devices of this host for a job.
 
 Devices = Annotated[
-    str | None,
-    typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3."),
+    str | None, typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3.")
 ]
 
 

@@ -66,12 +66,7 @@ def misses(
 
 
 def tasks_missed(
-    store: Store,
-    local_chip: Hardware,
-    search: SearchOptions,
-    *,
-    everything: bool,
-    part: str | None,
+    store: Store, local_chip: Hardware, search: SearchOptions, *, everything: bool, part: str | None
 ) -> list[Task]:
     """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed

@@ -48,11 +48,7 @@ def picked(value: object, *names: str) -> Json:
 
 
 def key_json(key: Key) -> Json:
-    return {
-        "operation": key.operation,
-        "problem": codec.problem_to_json(key.problem),
-        "hardware": key.hardware,
-    }
+    return {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
 
 
 def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:

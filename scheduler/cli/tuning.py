@@ -30,13 +30,11 @@ def tune(
     context: typer.Context,
     operation: arguments.OptionalOperation = None,
     fields: Annotated[
-        list[str] | None,
-        typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192."),
+        list[str] | None, typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192.")
     ] = None,
     job: arguments.JobFile = None,
     missed: Annotated[
-        bool,
-        typer.Option("--missed", help="Tune the problems of calls on this chip that had no record (see misses)."),
+        bool, typer.Option("--missed", help="Tune the problems of calls on this chip that had no record (see misses).")
     ] = False,
     minutes: Annotated[
         float | None,

@@ -126,11 +126,7 @@ class _Tuning:
     """A running search: its candidates, its trials and its runner."""
 
     def __init__(
-        self,
-        task: Task,
-        runner: Runner,
-        store: TrialStore | None,
-        progress: Callable[[Progress], None] | None,
+        self, task: Task, runner: Runner, store: TrialStore | None, progress: Callable[[Progress], None] | None
     ) -> None:
         self.task, self.operation, self.problem, self.options = task, task.operation, task.problem, task.options
         self.runner, self.store, self.progress = runner, store, progress
