@@ -44,7 +44,7 @@ def show(
     as_json: arguments.AsJson = False,
 ) -> None:
     """Show one problem's record and trials on each chip, including those of an unfinished search."""
-    from scheduler.cli import plotting, reports
+    from scheduler.cli import plotting, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
     from scheduler.inspect import verdict
@@ -73,13 +73,13 @@ def show(
             chip = chips.find(hardware) if hardware else None
         raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {hints.tune(op, problem, chip)}")
     if as_json:
-        print_json([reports.kept_json(*row, problem, arguments.chip_of(row[1].hardware)) for row in found])
+        print_json([record_report.kept_json(*row, problem, arguments.chip_of(row[1].hardware)) for row in found])
         return
     for where, key, record, trials, cut in found:
         if record is not None:
             output(f"{key}, {where}", *record_head(record, trials_kept=bool(trials)), "")
             output(
-                *reports.entries(record, problem, arguments.chip_of(key.hardware), console_here().width),
+                *record_report.entries(record, problem, arguments.chip_of(key.hardware), console_here().width),
                 "",
                 *verdict.verdict(record),
             )
@@ -91,7 +91,7 @@ def show(
             print_goes_on(key, hints.tune(op, problem, arguments.chip_of(key.hardware)))
         if trials:
             chip = arguments.chip_of(key.hardware)
-            output("", *reports.trials_table(key, trials, record, problem, chip, console_here().width))
+            output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
 
 
 def explain(
@@ -103,7 +103,7 @@ def explain(
     as_json: arguments.AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
     from scheduler.core.records import choice_text, key_of
@@ -144,7 +144,7 @@ def explain(
         print_command(hints.tune(op, problem, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*reports.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))
+        output(*record_report.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
 
@@ -226,7 +226,7 @@ def explanation_json(
 
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
-    from scheduler.cli.reports import picked, record_json
+    from scheduler.cli.record_report import picked, record_json
     from scheduler.inspect.provenance import failures
 
     kernels = [

@@ -139,15 +139,15 @@ def list_(
     as_json: arguments.AsJson = False,
 ) -> None:
     """List stored schedules: the user's own, those shipped for the local chip, and unfinished searches."""
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.inspect import provenance
 
     stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most, fields=not as_json)
     if as_json:
-        print_json([{"where": where, **reports.record_json(record)} for where, record in stored.records])
+        print_json([{"where": where, **record_report.record_json(record)} for where, record in stored.records])
         return
     if stored.records:
-        output(*reports.records(stored.records, console_here().width))
+        output(*record_report.records(stored.records, console_here().width))
     for where, key, trials in stored.unfinished:
         output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)

@@ -47,7 +47,7 @@ def sweep(
             "set backends of a job in its file": job is not None and backends is not None,
         }
     )
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.measure.pool import start_runner
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
@@ -89,7 +89,9 @@ def sweep(
                     again=again,
                     progress=functools.partial(shown.search, task),
                 )
-            output(*reports.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", "")
+            output(
+                *record_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""
+            )
     if failed:
         raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
 
@@ -106,7 +108,7 @@ def calibrate(
 
     Later predictions for this chip use them. Stored records do not change.
     """
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
     from scheduler.search.sweep import merged_measurements, recorded_measurements, stored_measurements
@@ -133,7 +135,7 @@ def calibrate(
     if as_json:
         print_json([dataclasses.asdict(calibration) for calibration in fitted])
         return
-    output(f"{op.name} on {chip.id}", "", reports.calibrations_table(fitted))
+    output(f"{op.name} on {chip.id}", "", record_report.calibrations_table(fitted))
     output(f"Written to {where}" if ship is not None else f"Stored in {where}")
 
 
@@ -158,7 +160,7 @@ def verify(
     Rivals are the other schedules of the record, including XLA's, and the model's choice. Only records of a chip of
     this host can be timed. The new times replace an imported record, which is then verified.
     """
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search.reverify import reverify
     from scheduler.store.store import shipped as shipped_store
@@ -185,9 +187,9 @@ def verify(
             stored_count += 1
     verdicts.sort(key=lambda verdict: records.index(verdict.record))
     if as_json:
-        print_json([reports.reverified_json(verdict) for verdict in verdicts])
+        print_json([record_report.reverified_json(verdict) for verdict in verdicts])
     else:
-        output(*reports.reverified(verdicts, console_here().width))
+        output(*record_report.reverified(verdicts, console_here().width))
         if update or stored_count:
             output(f"{stored_count} records with today's times are stored in {user.location}")
     lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)

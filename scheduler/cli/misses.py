@@ -11,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from scheduler.cli import arguments
-from scheduler.cli.reports import key_json, picked
+from scheduler.cli.record_report import key_json, picked
 from scheduler.cli.terminal import Json, Row, console_here, ledger, output, print_json, say
 from scheduler.core.records import choice_text
 from scheduler.core.text import seconds_text

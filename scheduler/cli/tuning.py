@@ -265,13 +265,13 @@ def _tune(
 
 
 def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
     from scheduler.inspect import verdict
 
     if result.record is None:
         raise SchedulerError(result.reason)
     if as_json:
-        print_json({**reports.result_json(result), "cache": store.location})
+        print_json({**record_report.result_json(result), "cache": store.location})
         return
     record, problem = result.record, getattr(result.task, "problem", None)
     output(f"{result.task} on {record.key.hardware}")
@@ -282,19 +282,19 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
             output(f"Tuned again: {result.reason}.")
         earlier = f" ({result.resumed} of them from an earlier, interrupted run)" if result.resumed else ""
         output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
-    output(*reports.entries(record, problem, result.hardware, console_here().width), "", *verdict.verdict(record))
+    output(*record_report.entries(record, problem, result.hardware, console_here().width), "", *verdict.verdict(record))
     with contextlib.suppress(StoreError):  # already reported by a warning
-        output(*reports.failure_lines(store.last_trials(record.key), record))
+        output(*record_report.failure_lines(store.last_trials(record.key), record))
     if result.stored:
         output("Not stored: the store is in memory" if store.in_memory else f"Stored in {store.location}")
 
 
 def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
-    from scheduler.cli import reports
+    from scheduler.cli import record_report
 
     if as_json:
-        print_json({"results": [reports.result_json(result) for result in results], "cache": store.location})
+        print_json({"results": [record_report.result_json(result) for result in results], "cache": store.location})
     else:
-        output(*reports.results(results, console_here().width))
+        output(*record_report.results(results, console_here().width))
         if all(result.stored for result in results if result.record is not None) and any(r.stored for r in results):
             output(f"Stored in {store.location}")

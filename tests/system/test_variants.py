@@ -10,7 +10,7 @@ import pytest
 from operations import DoubleLibrary, DoubleProblem
 from rich.console import Console
 
-from scheduler.cli import reports
+from scheduler.cli import record_report
 from scheduler.core import codec
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement
@@ -115,9 +115,9 @@ def test_the_worst_variant_is_measured_and_kept(bench):
     assert record == stored
     assert record.winner.measurement.worst_s > 0
     assert codec.record_from_text(codec.record_to_text(record)) == record
-    assert reports.entry_json(record.winner)["worst_s"] == record.winner.measurement.worst_s
+    assert record_report.entry_json(record.winner)["worst_s"] == record.winner.measurement.worst_s
     with (console := Console(width=120)).capture() as shown:
-        console.print(*reports.entries(record, None, None, 120))
+        console.print(*record_report.entries(record, None, None, 120))
     assert "worst" in shown.get()
 
 

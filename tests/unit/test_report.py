@@ -12,7 +12,7 @@ from own_kernels import sum_and_max
 from rich.console import Console
 from values import VERDICT, record
 
-from scheduler.cli import reports
+from scheduler.cli import record_report
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Entry, Measurement, Trial, Verdict, key_of
 from scheduler.core.text import faster_text, ratio_text, seconds_text
@@ -206,7 +206,7 @@ def test_where_the_order_is_not_that_of_the_medians_it_is_said_why():
 
 def printed(found, problem=None, hardware=None, width=120):
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    for part in reports.entries(found, problem, hardware, width):
+    for part in record_report.entries(found, problem, hardware, width):
         console.print(part)
     return console.file.getvalue()
 
@@ -233,7 +233,7 @@ def test_a_kernel_without_a_footprint_has_no_prediction():
     assert [row.split()[-1] for row in rows] == ["-", "ms"]
     trials = [Trial(number, e.backend, 1, e.schedule, e.measurement, 1e-3) for number, e in enumerate(entries)]
     shown = Console(width=80, file=io.StringIO(), highlight=False)
-    for part in reports.trials_table(found.key, trials, found, problem, CPU, 80):
+    for part in record_report.trials_table(found.key, trials, found, problem, CPU, 80):
         shown.print(part)
     assert [line.split()[-1] for line in shown.file.getvalue().splitlines()[-2:]] == ["-", "ms"]
     assert without_prediction("matmul", MatmulProblem(64, 64, 64), CPU, [("interpret", {}), ("xla", {})]) == frozenset()
