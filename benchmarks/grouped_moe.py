@@ -19,7 +19,6 @@ from whole_functions import distances, wall_times, worst
 
 import scheduler
 from scheduler.core.hardware import Hardware
-from scheduler.functions.problems import optimized_problems
 from scheduler.measure.pool import start_runner
 from scheduler.search import jobs
 from scheduler.store.database import CACHE_VARIABLE
@@ -101,7 +100,8 @@ def rows(cache: str, hardware: Hardware, budget: int, kept: Kept, deadline: floa
 def _row(name: str, of: Moe, written: Callable[..., Any], cache: str, budget: int, deadline: float) -> dict[str, Any]:
     args = of.arguments()
     began = time.perf_counter()
-    tasks = [jobs.Task(row.operation, row.problem, budget) for row in optimized_problems(written, args, {}).tuned]
+    found = scheduler.problems(scheduler.optimize(written), *args)
+    tasks = [jobs.Task(row.operation, row.problem, budget) for row in found]
     with contextlib.closing(start_runner(RAGGED_DOT)) as runner:
         search(tasks, runner, Store(cache), deadline)
     # `optimize` reads the user's cache.

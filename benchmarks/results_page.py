@@ -100,7 +100,6 @@ def page(results: Mapping[str, Result]) -> str:
         *_attention(of["attention"]),
         *_grouped(_files(results, "grouped")),
         *_models(_files(results, "models")),
-        *_layers(of["layer"]),
         *_many_gpus(_files(results, "many_gpus")),
         *_sizes(of["sizes"]),
         *_faults(_files(results, "faults")),
@@ -300,22 +299,6 @@ def _attention(result: Result) -> Iterator[str]:
             )
 
 
-def _layers(result: Result) -> Iterator[str]:
-    yield from _section("Whole layers", "layer-nvidia-h200", result)
-    yield from text(
-        "Wall time under sustained load, in turns, of plain jnp with cuDNN's attention, a plan, tuned calls by their "
-        "records, and `optimize` of the plain code. *Error*: the plan's distance from float32, over that of jnp."
-    )
-    names = ("jnp", "plan", "tuned", "optimize")
-    ratios = [f"jnp / {name}" for name in names[1:]]
-    yield from table("", "jnp", "plan", "tuned calls", "`optimize`", *ratios, "error", left=1)
-    for row in result["rows"]:
-        model = row["model"].partition(",")[0].replace("(tokens=", ", ")
-        times = (number(row[f"{name}_us"], 1) for name in names)
-        over = (number(row[f"{name}_vs_jnp"], 3) for name in names[1:])
-        yield line(f"{row['case']}: {model} tokens", *times, *over, number(row["error_vs_jnp"]["plan"], 3))
-
-
 def _grouped(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Grouped products", "")
     for name, result in results.items():
@@ -371,9 +354,9 @@ def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
         return
     yield from ("", "## Several GPUs of one host", "")
     yield from text(
-        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns), timed as above. *MB*: results of the collectives "
-        "on a GPU. A job tunes problems of public models, from an empty cache. *Busy*: share of the time in which a "
-        "kernel ran."
+        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns), wall times under sustained load, in turns. "
+        "*MB*: results of the collectives on a GPU. A job tunes problems of public models, from an empty cache. "
+        "*Busy*: share of the time in which a kernel ran."
     )
     for name, result in results.items():
         yield from _source(name, result)

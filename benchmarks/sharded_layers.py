@@ -72,8 +72,7 @@ class Sharded:
 
     def jitted(self, ops: Any) -> Callable[..., Any]:
         given = self.shardings()
-        layers = self.case.function(ops)
-        return jax.jit(lambda x, w: layers(x, w)[0], in_shardings=given, out_shardings=given[0])
+        return jax.jit(self.case.function(ops), in_shardings=given, out_shardings=given[0])
 
 
 def cases(devices: int, small: bool) -> list[Sharded]:

@@ -1,4 +1,4 @@
-"""A plan for a whole function: made once, kept in a file, and answering alone where the function is deployed.
+"""The plan of an optimized function: made once, kept in a file, and used alone where the function is deployed.
 
 python examples/plan.py
 """
@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 
 import scheduler
-from scheduler import Plan, tuned_matmul, tuned_silu_and_mul
+from scheduler import Plan
 
 
-@jax.jit
 def step(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Two layers of a gated perceptron, as a scan over their weights."""
 
     def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        gated = tuned_silu_and_mul(tuned_matmul(x, weights["up"]))
-        return x + tuned_matmul(gated, weights["down"]), None
+        gate, up = jnp.split(x @ weights["up"], 2, axis=-1)
+        return x + (jax.nn.silu(gate) * up) @ weights["down"], None
 
     return jax.lax.scan(layer, x, params)[0]
 
@@ -35,8 +34,13 @@ def main() -> None:
     x = jax.random.normal(keys[2], (32, 64))
     expected = step(params, x)
 
-    print("1. Tune what the step calls, and keep what makes the whole step faster. (On a CPU that is XLA.)")
-    plan = scheduler.tune_function(step, params, x, minutes=0.1, budget=4)
+    print(
+        "1. Optimize the step, and take its decisions as a plan. (On a CPU its kernels are interpreted, and not timed.)"
+    )
+    on_cpu = {"backends": "interpret", "keep": "tuned"} if jax.default_backend() == "cpu" else {}
+    fast = scheduler.optimize(step, **on_cpu)
+    fast(params, x)
+    plan = fast.plan()
     print(plan)
 
     with tempfile.TemporaryDirectory() as directory:
@@ -45,13 +49,11 @@ def main() -> None:
         print(f"2. Saved as {file.name}, {file.stat().st_size} bytes; the same digest when it is read: ", end="")
         print(Plan.load(file).digest == plan.digest)
 
-        print("3. Where it is deployed it answers alone: no store, no model, and an error for what it does not hold.")
-        with scheduler.plan(file, missing="error"):
-            assert jnp.allclose(step(params, x), expected, rtol=1e-2, atol=1e-2)
-            try:
-                step(params, x[:8])
-            except scheduler.CacheMiss as error:
-                print(f"   of another batch: {error}")
+        print("3. Where it is deployed its kernels are used alone: no store, no model, nothing compared or timed.")
+        deployed = scheduler.optimize(step)
+        with scheduler.plan(file):
+            assert jnp.allclose(deployed(params, x), expected, rtol=1e-2, atol=1e-2)
+        print(deployed.report())
     print("   the step's result is the same")
 
 

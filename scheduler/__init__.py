@@ -11,13 +11,11 @@ from tile_scheduler import __version__
 
 if TYPE_CHECKING:
     from scheduler.api import (
-        learning_budget,
         predict,
         reload,
         target,
         tune,
         tuned,
-        wait_for_learning,
     )
     from scheduler.attention_calls import tuned_flash_attention
     from scheduler.core.errors import (
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from scheduler.functions.plan import plan
     from scheduler.functions.problems import problems
     from scheduler.functions.rewrite import rewrite
-    from scheduler.functions.tune_function import tune_function
     from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
     from scheduler.product_calls import tuned_gated_matmul, tuned_scaled_matmul
@@ -67,7 +64,6 @@ __all__ = [
     "WorkerError",
     "__version__",
     "autotune",
-    "learning_budget",
     "optimize",
     "plan",
     "predict",
@@ -78,7 +74,6 @@ __all__ = [
     "target",
     "threefry13",
     "tune",
-    "tune_function",
     "tuned",
     "tuned_cross_entropy",
     "tuned_flash_attention",
@@ -94,7 +89,6 @@ __all__ = [
     "tuned_scaled_matmul",
     "tuned_silu_and_mul",
     "tuned_softmax",
-    "wait_for_learning",
 ]
 
 tile_scheduler.warn()
@@ -107,7 +101,6 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "rewrite": "scheduler.functions.rewrite",
     "Plan": "scheduler.core.plan",
     "plan": "scheduler.functions.plan",
-    "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
     "threefry13": "search_spaces.random_bits",

@@ -19,11 +19,11 @@ from scheduler.core import arguments, text
 from scheduler.core import hardware as chips
 from scheduler.core.arguments import named_backends
 from scheduler.core.records import Record
-from scheduler.dispatch import calls, dispatch, learning
+from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.stored import evidence
 from scheduler.measure.runner import RunnerOptions
-from scheduler.prediction.between import answer
+from scheduler.prediction import predict as prediction
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
 from scheduler.store.store import require_store
@@ -86,7 +86,7 @@ def target(kind: str) -> Iterator[None]:
     """Selects schedules for another chip: ``with target("NVIDIA H200"): jitted.trace(a, b).lower(...)``.
 
     The context applies while a call is traced. `jax.jit` keeps separate traces for calls inside and outside of the
-    context. A chip that is not present cannot be measured, so ``on_miss="tune"`` and "learn" then mean "model".
+    context. A chip that is not present cannot be measured, so ``on_miss="tune"`` then means "model".
 
     Raises:
       ValueError: unknown chip; the message lists the known ones.
@@ -105,30 +105,6 @@ def reload() -> None:
     dispatch.reload()
     calls.forget()
     drop_traces()
-
-
-def learning_budget(*, problem_s: float = learning.PROBLEM_S, process_s: float = learning.PROCESS_S) -> None:
-    """Sets the time that calls with ``on_miss="learn"`` may spend on measuring in the background.
-
-    Args:
-      problem_s: seconds for each problem that is missed from now on. A problem that needs more is not learned.
-      process_s: seconds for all problems of this process, including the time spent so far.
-
-    Raises:
-      TypeError, ValueError: a value is not a positive number.
-    """
-    learner = learning.learner()
-    learner.problem_s = arguments.checked_number("problem_s", problem_s, above=True)
-    learner.process_s = arguments.checked_number("process_s", process_s, above=True)
-
-
-def wait_for_learning(timeout_s: float | None = None) -> bool:
-    """Waits until calls with ``on_miss="learn"`` have no problem left to measure.
-
-    Returns:
-      whether none is left; False after `timeout_s` seconds.
-    """
-    return learning.learner().wait(timeout_s)
 
 
 def forget(operation: Operation[Any]) -> None:
@@ -203,15 +179,14 @@ def predict(
     """Returns the top prediction for `problem` on the chip `kind`, without measuring.
 
     None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar
-    problems on that chip contribute to the prediction. If there is a valid record of the problem, or of a range that
-    contains it, the result is that record's schedule.
+    problems on that chip contribute to the prediction. If there is a valid record of the problem, the result is that
+    record's schedule.
     """
     operation, args = _named(operation, (problem,))
     named = calls.target.value if kind is None else arguments.checked_text("kind", kind)
     chip = chips.detect() if kind is None and not named else chips.find(named)
     found = evidence(dispatch.user_cache(), operation, args, chip)
-    among = named_backends(operation, backends)
-    return answer(operation, args, chip, backends=among, records=found.records, ranges=found.ranges)
+    return prediction.predict(operation, args, chip, backends=named_backends(operation, backends), records=found)
 
 
 def _named(

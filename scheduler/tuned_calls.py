@@ -122,10 +122,9 @@ def tuned_matmul(
       split_sizes: number of columns of each result, for example (4096, 1024, 1024) for queries, keys and values. The
         result is then a tuple of arrays, which a kernel writes directly, whereas `jnp.split` copies. It cannot be
         combined with a residual.
-      on_miss: what to do on a cache miss: "model" uses the cost model's top prediction, "learn" does the same and
-        measures it in the background (`scheduler.learning_budget`), "tune" searches now and stores the result, "xla"
-        uses XLA, "error" raises. None means the value of TILE_SCHEDULER_ON_MISS, or "model" if that is unset. A call
-        that no kernel supports is not a cache miss.
+      on_miss: what to do on a cache miss: "model" uses the cost model's top prediction, "tune" searches now and stores
+        the result, "xla" uses XLA, "error" raises. None means the value of TILE_SCHEDULER_ON_MISS, or "model" if that
+        is unset. A call that no kernel supports is not a cache miss.
       backends: "pallas" (all but XLA), the name of a backend, or several names; None allows all.
       schedule: a dict from field to value, or an instance of a schedule type; overrides stored schedules. It applies to
         the problem that remains after leading axes are folded into m, n or the batch. The backward pass does not

@@ -342,7 +342,6 @@ RAGGED_DOT_GENERAL: Primitive = private_lax.ragged_dot_general_p
 # The equations of ``jax.nn.dot_product_attention(implementation="cudnn")`` and of its gradients.
 CUDNN_ATTENTION: Primitive = cudnn._dot_product_attention_fwd_p_wrapper
 CUDNN_ATTENTION_BACKWARD: Primitive = cudnn._dot_product_attention_bwd_p_wrapper
-CUDNN_EQUATIONS = frozenset({CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD})
 
 
 def cudnn_attention(

@@ -44,7 +44,7 @@ class Kernel(abc.ABC, Generic[P, S]):
       most_elements: limit of the kernel's indices on the elements of the largest array (`largest_array`); None if there
         is none. Problems with larger arrays are not supported.
       verified_on: architectures on which this version has been checked on a device. Elsewhere the kernel is selected
-        only if it was measured (see `verified`).
+        only if the problem or a near one was measured (see `verified`).
     """
 
     backend: ClassVar[str]

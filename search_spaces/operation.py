@@ -170,13 +170,10 @@ class Operation(Generic[P]):
       equations: JAX primitives whose equations the operation can replace: ``posed(*inputs, stored=None, **params)`` ->
         `MatchedEquation`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for
         the result, the order of its axes in memory; None if it is the axes' own order.
-      recognise: ``recognise(node)`` -> `Recognised` if an equation of a graph (`search_spaces.recognise`) is the last
-        of several that compute this operation, else None. It must not recognise other computations.
       regions: ``regions(graph)`` -> for each part of a `recognise.Graph` that calls of this operation can replace a
         `recognise.Region`, and for each that only looks so a `recognise.Left`.
       regions_last: whether `regions` is called after the regions of other operations have become calls. Its regions
         have one stage each, and only `scheduler.optimize` replaces them.
-      call: name of the public function whose calls run the operation, for suggestions. Default: "tuned_" and `name`.
       shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.
         Default: None for any problem; the library, which XLA partitions itself, is then used.
 
@@ -196,10 +193,8 @@ class Operation(Generic[P]):
     vjp_bwd: Callable[..., Any] | None = None
     front_end: Callable[..., BoundCall[P] | Unsupported] | None = None
     equations: Mapping[Any, Callable[..., MatchedEquation[P] | str]] = dataclasses.field(default_factory=dict)
-    recognise: Callable[[Any], Any] | None = None
     regions: Callable[[Any], Any] | None = None
     regions_last: bool = False
-    call: str = ""
     shard: Callable[[P], Sharding[P] | None] | None = None
 
     def __post_init__(self) -> None:

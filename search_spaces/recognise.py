@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -122,15 +121,6 @@ def graph(
     return Graph(items, [values[x] for x in jaxpr.invars], results, values)
 
 
-def nodes(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({})) -> list[Node]:
-    """Returns the equations of a jaxpr in order, with calls replaced by their bodies.
-
-    Args:
-      known: arrays of its arguments, as far as they are known.
-    """
-    return list(graph(jaxpr, known).nodes)
-
-
 def _flat(items: Iterable[Node | Inlined]) -> Iterator[Node]:
     for item in items:
         if isinstance(item, Node):
@@ -223,22 +213,6 @@ _SAME = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recognised:
-    """A problem that several equations compute.
-
-    Attributes:
-      nodes: all equations that a tuned call would replace.
-      shown: the equations whose source lines are reported.
-      call: the tuned call, if its name is not ``tuned_`` and the operation's name.
-    """
-
-    problem: Problem
-    nodes: frozenset[Node]
-    shown: tuple[Node, ...]
-    call: str = ""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
     """Arrays of a region that one tuned call computes.
 
@@ -309,21 +283,6 @@ def casts(value: Value) -> Iterator[Value]:
         yield value
 
 
-def rounded(value: Value) -> Value:
-    """Returns the cast of a result if all of its users are casts to one dtype; else the result."""
-    if value.node is None:
-        return value
-    kept = [user for user in value.node.users if value in user.inputs]
-    cast = all(user.name == "convert_element_type" for user in kept)
-    one = len({user.results[0].dtype for user in kept}) == 1
-    return kept[0].results[0] if cast and one else value
-
-
-def as_of(value: Value, dtype: Any) -> Value | None:
-    """Returns the value, or a value it was cast from, in this dtype; None if there is none."""
-    return next((each for each in casts(value) if each.dtype == dtype), None)
-
-
 def number(value: Value) -> float | None:
     """Returns the number that all elements equal; None if they are no literal."""
     base, _ = source(value)
@@ -370,13 +329,6 @@ def reduced(value: Value, name: str) -> tuple[Value, int] | None:
     return (strip(of), axis) if same else None
 
 
-def factors(value: Value, steps: int = 3) -> list[Value]:
-    """Returns the factors of a product, through casts, in at most `steps` steps."""
-    if not steps or (node := strip(value).by("mul")) is None:
-        return [value]
-    return [factor for each in node.inputs for factor in factors(each, steps - 1)]
-
-
 def between(result: Value, inputs: Iterable[Value]) -> frozenset[Node]:
     """Returns the equations on paths from the inputs to the result, without those that other inputs alone reach."""
     ends = {id(value) for value in inputs}
@@ -395,11 +347,6 @@ def between(result: Value, inputs: Iterable[Value]) -> frozenset[Node]:
             found[id(node)] = node
             below += [user for user in node.users if id(user) in above]
     return frozenset(found.values())
-
-
-def rows_of(value: Value) -> tuple[int, int]:
-    """Returns rows and columns of an array, its leading axes folded."""
-    return math.prod(value.shape[:-1]), value.shape[-1]
 
 
 def same(one: Value, other: Value, steps: int = 6) -> bool:

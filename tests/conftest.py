@@ -89,7 +89,7 @@ def _own_cache(tmp_path, monkeypatch):
     # No test finds what another one decided: not of a call, of which a process keeps decisions, nor of a function.
     if "scheduler.dispatch.dispatch" in sys.modules:
         sys.modules["scheduler.dispatch.dispatch"].reload()
-    monkeypatch.setattr("scheduler.functions.stored_decisions.key_of", lambda *_: None)
+    monkeypatch.setattr("scheduler.functions.stored_decisions.find", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

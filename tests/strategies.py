@@ -62,7 +62,6 @@ records = st.builds(
     stopped=_names,
     failed=st.lists(st.builds(AllFailed, _names, _counts, _failures, _counts), max_size=2).map(tuple),
     library=st.sampled_from(["xla", "cublas"]),
-    brief=st.booleans(),
     legal=_names,
     notes=st.lists(_names, max_size=2).map(tuple),
 )

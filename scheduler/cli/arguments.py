@@ -18,12 +18,11 @@ from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from scheduler.core.neighbours import Range
     from scheduler.core.records import Key, Record
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import job_queue
     from scheduler.search.job_queue import Executor
-    from scheduler.search.task import RangeTask, Task
+    from scheduler.search.task import Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -98,8 +97,8 @@ def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Proble
         raise ValueError(f"{operation.name}: {error}") from error
 
 
-def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> Task | RangeTask:
-    """Returns the search task for the problem, or the range of problems, of command-line fields.
+def named_tasks(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> list[Task]:
+    """Returns the search task for the problem, or those for the points of a range, of command-line fields.
 
     Args:
       operation: the operation.
@@ -112,24 +111,9 @@ def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping
     from scheduler.search import jobs
 
     try:
-        return jobs.task_of(operation, field_texts(fields), **search)
+        return jobs.tasks_of(operation, field_texts(fields), **search)
     except ValueError as error:
         raise ValueError(f"{operation.name}: {error}") from error
-
-
-def range_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], str, Problem, Problem] | None:
-    """Returns the operation, the extent and the problems at both ends of a range; None if no field is a range."""
-    from scheduler.search.task import ends_of, is_range
-    from search_spaces import load
-
-    if not any(is_range(field.partition("=")[2]) for field in fields):
-        return None
-    operation = load(name)
-    try:
-        ends = ends_of(operation, field_texts(fields))
-    except ValueError as error:
-        raise ValueError(f"{operation.name}: {error}") from error
-    return None if ends is None else (operation, *ends)
 
 
 def field_texts(fields: Sequence[str]) -> dict[str, str]:
@@ -351,15 +335,6 @@ def records_of(store: Store, operation: str | None, hardware: str | None) -> lis
     keys = [head.key for head in store.heads()]
     wanted = wanted_by(keys, operation, hardware)
     return list(store.read(filter(wanted, keys)))
-
-
-def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
-    """Returns the ranges of a store that match command-line options."""
-    from scheduler.core.records import Key
-
-    ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}
-    wanted = wanted_by([*(head.key for head in store.heads()), *ranges], operation, hardware)
-    return [one for one in store.ranges.all() if wanted(Key(one.operation, one.hardware, one.problem))]
 
 
 # ------------------------------------------------------------------------------

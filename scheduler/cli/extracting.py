@@ -9,19 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
-from rich.text import Text
 
 from scheduler.cli.arguments import AsJson, Fields, HardwareName, OperationName, problem_of, usage_errors
-from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, mesh_text, specs_of
-from scheduler.cli.terminal import Json, console_beside, console_here, print_json, table, texts
+from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, specs_of
+from scheduler.cli.terminal import Json, console_beside, console_here, print_json, say
 from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError
+from scheduler.core.text import mesh_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from scheduler.functions.problems import Problems
     from scheduler.inspect.shards import Way
     from search_spaces.operation import Operation
 
@@ -34,37 +32,30 @@ def extract(
     ] = None,
     mesh: MeshName = None,
     optimized: Annotated[
-        bool, typer.Option("--optimize", help="List what scheduler.optimize replaces: attention and matmuls as well.")
+        bool, typer.Option("--optimize", help="The job also has what scheduler.optimize replaces.")
     ] = False,
     hardware: HardwareName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the tuned calls of a function as a job for `tune --job`, and list the operations that could be tuned.
+    """Write the tuned calls of a function as a job for `tune --job`, and list what scheduler.optimize would replace.
 
     The job goes to standard output, everything else to standard error. --mesh simulates devices on the CPU; the
     problems are those of one device.
     """
     from scheduler.functions import named
-    from scheduler.functions.problems import optimized_problems, problems
-
-    if optimized and mesh is not None:
-        raise typer.BadParameter("--optimize excludes --mesh: on several devices, attention is left to XLA")
+    from scheduler.functions.optimize import optimize
+    from scheduler.functions.problems import problems, to_json
 
     with usage_errors():
         over = _mesh(mesh)
         fn, given = named.function(function, arrays or (), over)
         chip = _target_context(hardware)
     with _context_mesh(over), chip, untraceable(function):
-        found = optimized_problems(fn, given, {}) if optimized else problems(fn, *given)
+        found = problems(optimize(fn) if optimized else fn, *given)
     if as_json:
-        from scheduler.functions.problems import to_json
-
         print_json(to_json(found))
         return
-
-    console = console_beside()
-    for one in extract_lines(found):
-        console.print(one, markup=False)
+    say(repr(found))
     if found.tuned:
         sys.stdout.write(found.job())
 
@@ -108,24 +99,6 @@ def untraceable(name: str) -> Iterator[None]:
         if line is not None:
             where = f"{line.file}:{line.line}, in {line.function}: {type(error).__name__}"
         raise SchedulerError(f"{where}: {str(error).partition(chr(10))[0]}") from error
-
-
-# ------------------------------------------------------------------------------
-# Output of `extract`: the problems of a function, and the operations that it could tune.
-
-
-def extract_lines(found: Problems) -> Iterator[RenderableType]:
-    from scheduler.functions import problem_report
-
-    if found.tuned:
-        made = table(*problem_report.TABLE_HEAD, "problem", "lines", numbers=problem_report.TABLE_HEAD)
-        for cells, row in zip(problem_report.problem_figures(found), found.tuned, strict=True):
-            made.add_row(*texts(*cells, problem_report.describe_problems(row), problem_report.problem_lines(row.lines)))
-        yield made
-    yield from map(Text, problem_report.problem_notes(found))
-    if found.untuned:
-        yield Text(problem_report.untuned_text(found))
-        yield from (Text(f"  {problem_report.suggestion_text(each)}") for each in found.untuned)
 
 
 # ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
@@ -24,7 +24,6 @@ from scheduler.cli.arguments import (
     chip_of,
     hardware_here,
     problem_of,
-    range_of,
     usage_errors,
     user_store,
     wanted_by,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from scheduler.inspect.explain import Access, Account, Ranked
     from scheduler.prediction.predict import Answer
     from scheduler.store.store import Store
-    from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
 
@@ -55,20 +53,16 @@ _NOT_EVERY_CALL = (
 
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
-    """Show one problem's record and trials on each chip, including those of an unfinished search; or a range."""
+    """Show one problem's record and trials on each chip, including those of an unfinished search."""
     from scheduler.cli import plotting, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
-    from scheduler.core.records import family_of
     from scheduler.inspect import verdict
     from scheduler.inspect.case import of_record
     from scheduler.inspect.landscape import landscape
     from scheduler.inspect.provenance import record_head, unfinished_text
 
     with usage_errors():
-        if (ends := range_of(operation, fields)) is not None:
-            _show_ranges(*ends, hardware, as_json)
-            return
         op, problem = problem_of(operation, fields)
     canonical = problem.canonical()
 
@@ -84,10 +78,6 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     found = [row for row in kept if wanted(row[1])]
     if not found:
         on = f" on {hardware}" if hardware else ""
-        for where, ranges in ask_stores(lambda store: store.ranges.all(operation=op.name)):
-            for one in ranges:
-                if canonical != one.problem and one.problem == family_of(problem, one.field):
-                    output(f"{where} has {one} on {one.hardware}; explain shows its schedule for this problem")
         chip = None
         with contextlib.suppress(ValueError):  # the name matches several chips, or none
             chip = chips.find(hardware) if hardware else None
@@ -114,40 +104,6 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
 
 
-def _show_ranges(
-    op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None, as_json: bool
-) -> None:
-    """Prints the stored ranges of these problems that overlap this range, with the records at their points."""
-    from scheduler.cli import record_report
-    from scheduler.core.neighbours import Range
-    from scheduler.core.records import Key, family_of
-
-    low, high = getattr(lowest, field), getattr(highest, field)
-
-    def ask(store: Store) -> list[tuple[Range, list[Record | None]]]:
-        overlapping = [
-            one
-            for one in store.ranges.all(operation=op.name)
-            if (one.field, one.problem) == (field, family_of(lowest, field)) and low <= one.high and one.low <= high
-        ]
-        return [
-            (one, [store.get(record_report.range_key_at(one, op, value)) for value in one.points])
-            for one in overlapping
-        ]
-
-    kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
-    wanted = wanted_by([Key(one.operation, one.hardware, one.problem) for _, one, _ in kept], None, hardware)
-    found = [row for row in kept if wanted(Key(row[1].operation, row[1].hardware, row[1].problem))]
-    if not found:
-        raise SchedulerError(f"no stored range of {op.name} overlaps {field}={low}..{high}")
-    if as_json:
-        print_json([{"where": where, **record_report.range_json(one)} for where, one, _ in found])
-        return
-    for where, one, records in found:
-        output(f"{one} on {one.hardware}, {where}", *record_report.range_summary(one), "")
-        output(*record_report.range_points(one, records, console_here().width))
-
-
 def explain(
     operation: OperationName,
     fields: Fields,
@@ -165,7 +121,7 @@ def explain(
     from scheduler.inspect import verdict
     from scheduler.inspect.provenance import record_head
     from scheduler.measure.gpu import Gpu
-    from scheduler.prediction import between, transfer
+    from scheduler.prediction import predict, transfer
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -179,8 +135,8 @@ def explain(
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
-    stored = between.merged(found for _, found in ask_stores(lambda store: between.read(store, op, problem, chip)))
-    model = between.answer(op, problem, chip, records=stored.records, ranges=stored.ranges)
+    telling = ask_stores(lambda store: transfer.telling_records(store, op, problem, chip))
+    model = predict.predict(op, problem, chip, records=[record for _, records in telling for record in records])
     record = found[0][1] if found else None
     held = transfer.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
@@ -190,16 +146,11 @@ def explain(
     kept = record is None or bool(trials)
     for account in explained:
         output(*account_parts(account, console_here().width, trials_kept=kept), "")
-    if isinstance(held, str) or record is None or model.source == "range":
+    if isinstance(held, str) or record is None:
         choice = choice_text(model.backend, model.schedule)
-        # A measured range has priority over such a record.
-        why = f"only {'an estimate' if record is None or record.estimated else 'an imported record'} is stored"
-        if isinstance(held, str):
-            why = held if record is None else f"the stored schedule is no longer valid ({held})"
-        where = "From a range" if model.source == "range" else "Without a measurement"
-        output(f"{where}, a call gets {choice}: {model.reason}.")
-        why = f"of the problem itself {why}" if model.source == "range" else why
-        output(f"{why[0].upper()}{why[1:]}; run:")
+        output(f"Without a measurement, a call gets {choice}: {model.reason}.")
+        why = "Nothing is stored" if record is None else f"The stored schedule is no longer valid ({held})"
+        output(f"{why}; run:")
         print_command(hints.tune(op, problem, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *record_head(record, trials_kept=bool(found[0][2])), "")

@@ -35,7 +35,6 @@ from scheduler.measure import gpu
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
-    from scheduler.core.neighbours import Range
     from scheduler.core.records import Key, Record, Trial
     from scheduler.store.queries import Head
     from scheduler.store.store import Store
@@ -50,12 +49,11 @@ MOST = 100
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The selected records, ranges and unfinished searches, each with the location of its store.
+    """The selected records and unfinished searches, each with the location of its store.
 
     Attributes:
       stores: location -> store, for the readable stores.
       records: the records, sorted as in `_Here.order`: the user's own first, then those of local chips.
-      ranges: the selected ranges.
       unfinished: the selected unfinished searches, with their trials.
       left: number of records left out by the limit `most`.
       elsewhere: for each shipped record left out because its chip is not local, the chip.
@@ -63,7 +61,6 @@ class Stored:
 
     stores: Mapping[str, Store]
     records: Sequence[tuple[str, Record]]
-    ranges: Sequence[tuple[str, Range]]
     unfinished: Sequence[tuple[str, Key, Sequence[Trial]]]
     left: int
     elsewhere: Sequence[str]
@@ -92,11 +89,11 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
       fields: sort problems by their fields, in the order of their operation, which imports JAX; otherwise by name.
     """
 
-    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
-        return store, store.heads(), store.unfinished(), store.ranges.all()
+    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]]]:
+        return store, store.heads(), store.unfinished()
 
     kept = list(ask_stores(ask))
-    keys = [key for _, (_, heads, cut, _) in kept for key in (*(head.key for head in heads), *cut)]
+    keys = [key for _, (_, heads, cut) in kept for key in (*(head.key for head in heads), *cut)]
     meant, here = wanted_by(keys, operation, hardware), _Here.now()
 
     def shown(where: str, key: Key) -> bool:
@@ -106,12 +103,10 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
     rows = [(where, head) for where, head in found if shown(where, head.key)]
     rows.sort(key=lambda row: here.order(*row, fields=fields))
     stores = {where: store for where, (store, *_) in kept}
-    ranges = [(where, one, Key(one.operation, one.hardware, one.problem)) for where, (*_, all_) in kept for one in all_]
     return Stored(
         stores,
         _read(rows[:most] if most else rows, stores),
-        [(where, one) for where, one, key in ranges if meant(key) and shown(where, key)],
-        [(where, key, trials) for where, (_, _, cut, _) in kept for key, trials in cut.items() if meant(key)],
+        [(where, key, trials) for where, (_, _, cut) in kept for key, trials in cut.items() if meant(key)],
         max(0, len(rows) - most) if most else 0,
         [head.key.hardware for where, head in found if not shown(where, head.key)],
     )
@@ -187,12 +182,10 @@ def list_(
         return
     if stored.records:
         output(*record_report.records(stored.records, console_here().width))
-    for where, one in stored.ranges:
-        output("", f"{one} on {one.hardware}, {where}", *record_report.range_summary(one))
     for where, key, trials in stored.unfinished:
         output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)
-    if not (stored.records or stored.ranges or stored.unfinished):
+    if not (stored.records or stored.unfinished):
         _print_none([where for where in stored.stores if where != SHIPPED], operation)
     for left in stored.left_out_texts():
         output("", left)

@@ -72,7 +72,7 @@ def sweep(
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
-    from scheduler.search.task import RangeTask, Task
+    from scheduler.search.task import Task
 
     with usage_errors():
         if job is not None:
@@ -89,8 +89,7 @@ def sweep(
         runner = None
         for task in tasks:
             if not isinstance(task, Task):
-                reason = "a sweep needs one problem, found a range" if isinstance(task, RangeTask) else task.reason
-                say(f"{task}: {reason}")
+                say(f"{task}: {task.reason}")
                 failed += 1
                 continue
             if runner is None:

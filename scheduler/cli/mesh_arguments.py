@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -29,10 +29,6 @@ def mesh_of(text: str) -> dict[str, int]:
             raise ValueError(f"the mesh {text!r} has the axis {name} twice")
         found[name] = int(extent)
     return found
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={extent}" for name, extent in mesh.items())
 
 
 def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

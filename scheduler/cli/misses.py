@@ -29,8 +29,7 @@ from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from scheduler.core.records import Key, Miss
-    from scheduler.prediction.between import Evidence
+    from scheduler.core.records import Key, Miss, Record
     from scheduler.search.missed import Missed
     from scheduler.search.task import Task
     from scheduler.store.store import Store
@@ -121,15 +120,15 @@ def _load(own: Sequence[str]) -> None:
 
 
 def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[Missed]:
-    from scheduler.prediction import between
+    from scheduler.prediction.transfer import telling_records
     from scheduler.search import missed
 
     if len(kept) > MANY_MISSES:
         say(f"predicting the times of {len(kept)} problems")
     stores = open_stores()
 
-    def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> Evidence:
-        return between.merged(between.read(store, operation, problem, chip) for store in stores)
+    def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> list[Record]:
+        return [found for store in stores for found in telling_records(store, operation, problem, chip)]
 
     return missed.weigh(
         kept,

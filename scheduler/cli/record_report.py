@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
 from scheduler.cli.terminal import Json, Row, labelled, ledger, table, texts
 from scheduler.core import codec
-from scheduler.core.neighbours import Range
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
 from scheduler.core.text import digits, ratio_text, seconds_text
 from scheduler.inspect.provenance import stale, stale_line, unverified_line
@@ -19,7 +18,6 @@ from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
 
@@ -231,61 +229,3 @@ def trials_table(
         rows.append(Row(f"{trial.number:>3}  {choice}", (time, predicted), why))
     estimated = any(isinstance(trial.outcome, Measurement) and trial.outcome.estimated for trial in trials)
     yield from ledger("trial", ("estimated" if estimated else "time", "predicted"), [(choices.note, rows)], width)
-
-
-# ------------------------------------------------------------------------------
-# Tuned ranges as JSON and as text: their points, and the quality of the schedules between the points.
-
-
-def range_json(of: Range) -> Json:
-    """Returns a range as JSON, with times in seconds; null if no held-out problem was timed."""
-    return {
-        **dataclasses.asdict(of),
-        "problem": codec.problem_to_json(of.problem),
-        "worst_of_best": None if of.worst is None else of.worst.of_best,
-        "geomean_of_best": of.of_best,
-        "geomean_of_library": of.of_library,
-    }
-
-
-def range_summary(of: Range) -> list[str]:
-    """Returns sentences about the points of a range, and about the results of held-out problems."""
-    sentences = [f"{of.field}={of.points[0]}..{of.points[-1]} uses the records at {len(of.points)} points"]
-    if of.worst is None or of.of_best is None:
-        return [*sentences, "held-out: no problem was timed"]
-    library = "" if of.of_library is None else f"; {of.of_library:.3f} of the library's speed"
-    count, worst = len(of.held_out), of.worst
-    sentences.append(
-        f"held-out: {count} {of.field}, {worst.of_best:.3f} of the best at worst ({of.field}={worst.value}), "
-        f"{of.of_best:.3f} in the geometric mean{library}"
-    )
-    return sentences
-
-
-def range_key_at(of: Range, operation: Operation[Any], value: int) -> Key:
-    """Returns the key of the record at a point of a range."""
-    fields = codec.problem_to_json(of.problem)
-    assert isinstance(fields, dict), "a range checks that"
-    texts = {name: str(each) for name, each in {**fields, of.field: value}.items()}
-    return Key(of.operation, of.hardware, operation.problem.parse(texts).canonical())
-
-
-def range_points(of: Range, records: Sequence[Record | None], width: int) -> Iterator[RenderableType]:
-    """Yields the winner at each point, one row per point."""
-    won = [record.winner for record in records if record is not None]
-    choices = compared([(entry.backend, entry.schedule) for entry in won])
-    schedules = iter(choices.texts)
-    rows = []
-    for value, record in zip(of.points, records, strict=True):
-        if record is None:
-            rows.append(Row(f"{of.field}={value}", ("", "", ""), ["its record is gone"]))
-            continue
-        library = record.library_entry
-        figures = (
-            seconds_text(record.winner.measurement.median_s),
-            seconds_text(library.measurement.median_s) if library else "",
-            gain_text(record),
-        )
-        rows.append(Row(f"{of.field}={value}", figures, [next(schedules), *["a brief search"] * record.brief]))
-    time_column = "estimated" if any(record is not None and record.estimated for record in records) else "time"
-    yield from ledger("point, and its winner", (time_column, "XLA", "gain"), [(choices.note, rows)], width)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli import record_report
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.cli.terminal import Json, Row, ledger, table, texts
 from scheduler.core import codec
@@ -38,8 +37,6 @@ def result_json(result: Result) -> Json:
         values["before"] = dataclasses.asdict(result.before)
     if result.entry is not None:
         values["answer"] = entry_json(result.entry, problem, result.hardware)
-    if result.range is not None:
-        values["range"] = record_report.range_json(result.range)
     if result.record is not None:
         values["record"] = record_json(result.record, problem, result.hardware)
     return values
@@ -67,7 +64,6 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
             if result.library is not None:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
-        under += record_report.range_summary(result.range) if result.range is not None else []
         under += [*map(str, result.broken), *result.notes]
         rows.append(Row(str(result.task), figures, [*under, result.reason]))
     yield from ledger(
@@ -83,9 +79,6 @@ _ESTIMATED = "estimated"
 
 
 def _state(result: Result) -> str:
-    if result.range is not None:  # a range is searched in this run only if its state is "tuned"
-        elsewhere = result.hardware is not None and result.hardware.abilities.estimates
-        return _ESTIMATED if elsewhere and result.state == "tuned" else result.state
     return _ESTIMATED if result.record is not None and result.record.estimated else result.state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,8 +13,6 @@ from scheduler.cli.arguments import (
     file_errors,
     hardware_here,
     problem_of,
-    range_of,
-    ranges_of,
     records_of,
     require_directory,
     usage_errors,
@@ -28,8 +26,6 @@ from scheduler.core.records import Key
 
 if TYPE_CHECKING:
     from scheduler.store.sources import Index, IndexedFile
-    from search_spaces.operation import Operation
-    from search_spaces.problem import Problem
 
 
 def export(
@@ -52,22 +48,22 @@ def export(
     if index and (file is None or file.is_file()):
         raise typer.BadParameter("--index needs a directory")
     store = user_store()
-    records, ranges = records_of(store, operation, hardware), ranges_of(store, operation, hardware)
+    records = records_of(store, operation, hardware)
     if index and file is not None:
         require_directory(file)
     if unverified := sum(record.imported is not None for record in records):
         say(f"{unverified} of {len(records)} records were imported, and not verified here")
     if file is None:
-        sys.stdout.write(text_files.export_text(records, ranges))
+        sys.stdout.write(text_files.export_text(records))
     elif file.is_dir():
-        for path in [*text_files.add_records(file, records), *text_files.add_ranges(file, ranges)]:
+        for path in text_files.add_records(file, records):
             say(f"wrote {path}")
         if index:
             say(f"wrote {sources.write_index(file)}")
     else:
         with file_errors(file):
-            replace_text(file, text_files.export_text(records, ranges))
-        say(f"wrote {_count_text(len(records), len(ranges))} to {file}")
+            replace_text(file, text_files.export_text(records))
+        say(f"wrote {len(records)} records to {file}")
 
 
 def import_(
@@ -98,17 +94,16 @@ def import_(
         read.require_digest(digest)
     index = sources.index_of(read)
     if index is None:
-        records, ranges = sources.gathered([read])
+        records = sources.gathered([read])
     else:
         indexed = _chosen(index, read.name, hardware)
-        records, ranges = sources.gathered(sources.read_indexed(source, indexed, say), indexed)
+        records = sources.gathered(sources.read_indexed(source, indexed, say), indexed)
     wanted = wanted_by([record.key for record in records], None, hardware)
     records = [record for record in records if wanted(record.key)]
-    ranges = [one for one in ranges if wanted(Key(one.operation, one.hardware, one.problem))]
-    left = store.put_all(records, ranges)
+    left = store.put_all(records)
     stays = f"; {len(left)} are left out, because a measurement of the problem exists" if left else ""
     count = len(records) - len(left)
-    say(f"put {_count_text(count, len(ranges))} into {store.location}{stays}")
+    say(f"put {count} records into {store.location}{stays}")
     if index is None and digest is None:
         say(f"SHA-256 of {read.name}: {read.sha256}")
     if count:
@@ -134,25 +129,18 @@ def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
     return files
 
 
-def _count_text(records: int, ranges: int) -> str:
-    return f"{records} records" + (f" and {ranges} ranges" if ranges else "")
-
-
 def forget(
     operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
     hardware: Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all (of the operation, on the chip).")] = False,
 ) -> None:
-    """Delete records, trials (also of unfinished searches) and ranges from the user's own cache."""
+    """Delete records and trials (also of unfinished searches) from the user's own cache."""
     problem = None
     if not everything:
         if operation is None or not fields:
             raise typer.BadParameter("name a problem, or give --all")
         with usage_errors():
-            if (ends := range_of(operation, fields)) is not None:
-                _forget_range(*ends, hardware)
-                return
             op, parsed = problem_of(operation, fields)
         operation, problem = op.name, parsed.canonical()
     elif fields:
@@ -164,29 +152,8 @@ def forget(
     store.forget(*deleted)
     for key in deleted:
         say(f"forgot {key}")
-    ranges = ranges_of(store, operation, hardware) if everything else []
-    for one in ranges:
-        store.ranges.forget(one)
-        say(f"forgot the range {one} on {one.hardware}")
-    if not deleted and not ranges:
-        raise SchedulerError(f"nothing matches in {store.location}")
-
-
-def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None) -> None:
-    """Deletes the range with exactly these ends. The records at its points remain."""
-    from scheduler.core.records import family_of
-
-    store, ends = user_store(), (getattr(lowest, field), getattr(highest, field))
-    deleted = [
-        one
-        for one in ranges_of(store, op.name, hardware)
-        if (one.problem, one.field, one.low, one.high) == (family_of(lowest, field), field, *ends)
-    ]
-    for one in deleted:
-        store.ranges.forget(one)
-        say(f"forgot the range {one} on {one.hardware}; the records at its points remain")
     if not deleted:
-        raise SchedulerError(f"no such range is in {store.location}")
+        raise SchedulerError(f"nothing matches in {store.location}")
 
 
 def build_cache(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ from scheduler.cli.arguments import (
     chosen,
     finite,
     fleet,
-    named_task,
+    named_tasks,
     no_store,
     read_text,
     usage_errors,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from scheduler.search.job_queue import DeviceExecutor as DeviceExecutor
     from scheduler.search.job_queue import Executor
     from scheduler.search.job_run import Step
-    from scheduler.search.task import Malformed, RangeTask, Result, Task
+    from scheduler.search.task import Malformed, Result, Task
     from scheduler.store.store import Store
 
 
@@ -56,7 +55,8 @@ def tune(
         str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
     ] = None,
     fields: Annotated[
-        list[str] | None, typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192.")
+        list[str] | None,
+        typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192."),
     ] = None,
     job: Annotated[Path | None, typer.Option(help="A TOML file that lists problems to tune.")] = None,
     missed: Annotated[
@@ -147,8 +147,7 @@ def tune(
     from scheduler.measure.replay import Replay
     from scheduler.search import job_queue, jobs
     from scheduler.search.named_samplers import sampler_of
-    from scheduler.search.ranges import plan_text
-    from scheduler.search.task import Malformed, RangeTask, Task, is_range, trials
+    from scheduler.search.task import Malformed, Task, is_range, trials
     from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
@@ -156,8 +155,8 @@ def tune(
     ranged = any(is_range(field.partition("=")[2]) for field in fields or [])
     if devices is not None and job is None and not missed and not ranged:
         raise typer.BadParameter("--devices needs --job, --missed or a range; for one problem use --device")
-    if ranged and (replay is not None or first_error):
-        raise typer.BadParameter("a range excludes --replay and --first-error")
+    if ranged and replay is not None:
+        raise typer.BadParameter("a range excludes --replay")
     if devices is not None and (device or first_error):
         raise typer.BadParameter("--devices excludes --device and --first-error")
     if engine is None and address is not None:
@@ -187,7 +186,7 @@ def tune(
         )
         _tune_missed(choose, store, local, minutes, seed=seed, sampler=sampler, force=force, as_json=as_json)
         return
-    tasks: Sequence[Task | RangeTask | Malformed]
+    tasks: Sequence[Task | Malformed]
     with usage_errors():
         if job is not None:
             tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
@@ -197,11 +196,8 @@ def tune(
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
             op = load(str(operation))
             search_options = {"budget": wanted, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
-            tasks = [named_task(op, fields or [], search_options)]
+            tasks = named_tasks(op, fields or [], search_options)
     first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
-    for task in tasks:
-        if isinstance(task, RangeTask):
-            say(f"{task}: {plan_text(task)}")
     executors: Sequence[Executor] | None = None
     with contextlib.ExitStack() as stack:
         if engine is not None:
@@ -277,7 +273,7 @@ def _tune_missed(
 
 
 def _tune(
-    tasks: Sequence[Task | RangeTask | Malformed],
+    tasks: Sequence[Task | Malformed],
     store: Store,
     executors: Sequence[Executor] | None,
     *,
@@ -317,7 +313,7 @@ def _tune(
                     shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
-        results.sort(key=lambda result: _sort_key(result.task, written))
+        results.sort(key=lambda result: written[id(result.task)])
         if not alone and results:
             _print_job(results, store, as_json)
     if alone:
@@ -330,14 +326,6 @@ def _tune(
     unstored = ", ".join(str(result.task) for result in results if not result.stored)
     if unstored:
         raise SchedulerError(f"results could not be stored in {store.location}: {unstored}")
-
-
-def _sort_key(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tuple[int, int]:
-    """Returns the sort key of a task: the order of `written`, with the points of a range before it, by extent."""
-    of: RangeTask | None = getattr(task, "part_of", None)
-    if of is None:
-        return written[id(task)], sys.maxsize
-    return written[id(of)], getattr(getattr(task, "problem", None), of.field)
 
 
 def _report_step(progress: Callable[[Task, Progress], None], step: Step) -> None:

@@ -234,7 +234,6 @@ def record_to_text(record: Record) -> str:
             else {}
         )
         | ({"library": record.library} if record.library != LIBRARY else {})
-        | ({"brief": True} if record.brief else {})
         | _given(reference=record.reference, legal=record.legal)
         | ({"notes": record.notes} if record.notes else {})
         | ({"imported": vars(record.imported)} if record.imported else {}),
@@ -400,7 +399,6 @@ BY_NAME: Mapping[str, Check[Any]] = {
     "stage": one_of(Stage),
     "key": made_already,
     "outcome": made_already,
-    "brief": Scalar("true or false", lambda value: value if isinstance(value, bool) else None),
 }
 _MEASUREMENT = maker(Measurement, BY_NAME, optional=("worst_s",))
 _ENTRIES = list_of(maker(Entry, {**BY_NAME, "measurement": _MEASUREMENT}, optional=("fingerprint",)))
@@ -414,7 +412,6 @@ _RECORD = maker(
         "stopped",
         "failed",
         "library",
-        "brief",
         "reference",
         "legal",
         "notes",

@@ -1,4 +1,4 @@
-"""A plan: the schedule for each problem of one function on one chip, in a file that a deployment can use alone."""
+"""A plan: the kernels of one optimized function on one chip, in a file that a deployment can use alone."""
 
 from __future__ import annotations
 
@@ -10,35 +10,26 @@ import os
 import reprlib
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from scheduler.core.codec import BY_NAME, field_of, json_object, list_of, maker, parsed, text, whole
+from scheduler.core.codec import BY_NAME, field_of, json_object, maker, parsed, text, whole
 from scheduler.core.errors import PlanError
 from scheduler.core.files import read_text, replace_text
-from scheduler.core.records import LIBRARY, Environment, Schedule, choice_text
+from scheduler.core.records import Environment, Schedule, choice_text
 from scheduler.core.text import seconds_text
 from search_spaces import format_problem
 
 FORMAT = 1
-# "xla": each problem runs its fastest library, XLA or a vendor's (cuDNN). "all": each problem runs its fastest backend
-# in isolation. "plan": each problem runs the backend in the plan.
-Variant = Literal["xla", "all", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The selected schedule for one problem.
+    """The kernel for one problem, or XLA.
 
     Attributes:
       operation, problem: the operation's name, and `Problem.canonical()`.
       backend, version, schedule: the selected kernel and its schedule.
-      count: how often one call of the function runs it.
-      reason: why it was selected.
-      alone_s, library_s: times in isolation, in seconds, of the fastest candidate kernel and of the fastest library;
-        None if not measured.
-      library: the backend of the fastest library, XLA or a vendor's.
-      library_version, library_schedule: the version and the program of that library.
-      fingerprint, reference: of the schedule and of the operation's reference, as in `Entry` and `Record`.
+      reason: why it was selected, or why XLA computes the problem.
     """
 
     operation: str
@@ -46,15 +37,7 @@ class Planned:
     backend: str
     version: int
     schedule: Schedule
-    count: int
     reason: str
-    alone_s: float | None = None
-    library_s: float | None = None
-    library: str = LIBRARY
-    library_version: int = 1
-    library_schedule: Schedule = dataclasses.field(default_factory=dict)
-    fingerprint: str = ""
-    reference: str = ""
 
     def __str__(self) -> str:
         return f"{self.operation} {format_problem(self.operation, self.problem)}"
@@ -62,36 +45,41 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Wall time of one call of the whole function, in seconds: median of interleaved rounds, and its spread."""
+    """The decision for some arguments of the function.
 
-    variant: Variant
-    median_s: float
-    spread_s: float
-    rounds: int
+    Attributes:
+      arguments: as text.
+      verdict: the decision as a sentence.
+      plan_s, xla_s: median wall time of one call with kernels, and by XLA alone, in seconds; None if not timed.
+    """
+
+    arguments: str
+    verdict: str
+    plan_s: float | None
+    xla_s: float | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Schedules for all problems of a function; plans with equal contents are equal, and `print(plan)` shows a table.
+    """The kernels of a function; plans with equal contents are equal, and `print(plan)` shows a table.
 
     Attributes:
-      function: the planned function, as text.
-      hardware, kind: `Hardware.id` of the chip, and the name that its driver reports.
+      function: the name of the function.
+      hardware: `Hardware.id` of the chip.
       environment: versions of JAX, and the date.
       package: the version of tile-scheduler.
-      answers: one per problem of the function.
-      figures: times of the whole function.
-      verdict: the conclusion from `figures`, as a sentence.
+      answers: one per problem for which a kernel was tried.
+      figures: one per decision.
+      changes: other changes, which need no kernel, as text; () if `optimize` makes none under the plan.
     """
 
     function: str
     hardware: str
-    kind: str
     environment: Environment
     package: str
     answers: tuple[Planned, ...]
     figures: tuple[Figure, ...] = ()
-    verdict: str = ""
+    changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -148,12 +136,7 @@ class Plan:
             raise PlanError(f"{path} is not a valid plan: {error}") from None
 
     def _fields(self) -> dict[str, Any]:
-        fields = {"format": FORMAT, **dataclasses.asdict(self)}
-        for answer in fields["answers"]:
-            for name in _MAY_LACK:
-                if not answer[name]:
-                    del answer[name]
-        return fields
+        return {"format": FORMAT, **dataclasses.asdict(self)}
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -163,26 +146,20 @@ WIDTH = 100
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    """Yields a table of `WIDTH` columns: the function, its gain, and each selected schedule with its reason."""
+    """Yields lines of `WIDTH` columns: the function, its decisions, and each kernel with its reason."""
     here = plan.environment
     yield f"plan {plan.digest} of {plan.function} on {plan.hardware}"
     yield f"made on {here.date[:10]} with jax {here.jax} and tile-scheduler {plan.package}"
-    yield from _folded(plan.verdict, "")
     for figure in plan.figures:
-        times = f"{seconds_text(figure.median_s)} a call (+- {seconds_text(figure.spread_s / 2)})"
-        yield f"{figure.variant:>6}: {times} in {figure.rounds} rounds"
-    cells = [("count", "alone", "library")]
+        yield from _folded(f"({figure.arguments})", "")
+        yield from _folded(figure.verdict, "  ")
+        if figure.plan_s is not None and figure.xla_s is not None:
+            yield f"  a call: with kernels {seconds_text(figure.plan_s)}, XLA {seconds_text(figure.xla_s)}"
     for each in plan.answers:
-        alone, library = ("" if s is None else seconds_text(s) for s in (each.alone_s, each.library_s))
-        cells.append((str(each.count), alone, library))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
-    yield f"{heads[0]}problem, and its kernel"
-    for head, each in zip(heads[1:], plan.answers, strict=True):
-        below = " " * len(head)
-        yield head + str(each)
-        reason = f": {each.reason}" if each.reason else ""
-        yield from _folded(choice_text(each.backend, each.schedule) + reason, below)
+        yield str(each)
+        yield from _folded(f"{choice_text(each.backend, each.schedule)}: {each.reason}", "  ")
+    for change in plan.changes:
+        yield from _folded(f"changed: {change}", "")
 
 
 def _folded(text: str, indent: str) -> list[str]:
@@ -194,10 +171,7 @@ def _digest_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-# Fields of an answer that are omitted from the text if they are empty.
-_MAY_LACK = ("fingerprint", "reference")
-_BY_NAME = {**BY_NAME, "library_schedule": BY_NAME["schedule"]}
-_PLAN = maker(Plan, {**_BY_NAME, "answers": list_of(maker(Planned, _BY_NAME, optional=_MAY_LACK))})
+_PLAN = maker(Plan, BY_NAME)
 
 
 def _plan_of(value: object) -> Plan:
@@ -208,8 +182,5 @@ def _plan_of(value: object) -> Plan:
     written, found = field_of(fields, "digest", text), _digest_of({k: v for k, v in fields.items() if k != "digest"})
     plan = _PLAN(fields)
     if written != found:
-        raise ValueError(
-            f'it was changed after it was written; if that is meant, write "digest": "{found}" into it, and time it '
-            "again: tile-scheduler verify --plan"
-        )
+        raise ValueError(f'it was changed after it was written; if that is meant, write "digest": "{found}" into it')
     return plan

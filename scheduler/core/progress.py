@@ -97,7 +97,6 @@ class JobPace:
 
     def __init__(self, total: int) -> None:
         self._total, self._ended = total, 0
-        self._expected: dict[Hashable, tuple[int, float]] = {}
         self._started = time.perf_counter()
         self._waiting: dict[Hashable, float] = {}
         self._running: dict[Hashable, tuple[float, float, float]] = {}  # work, start time, and completed fraction
@@ -108,14 +107,6 @@ class JobPace:
     def expect(self, which: Hashable, work: float) -> None:
         """Adds a pending search."""
         self._waiting[which] = work
-
-    def add_problems(self, problems: int) -> None:
-        """Adds `problems` to the total."""
-        self._total += problems
-
-    def expect_more(self, which: Hashable, problems: int, work: float) -> None:
-        """Sets how many further problems `which` is likely to add, and their total work; replaces earlier values."""
-        self._expected[which] = problems, work
 
     def begin(self, which: Hashable) -> None:
         """Marks a search as running."""
@@ -143,12 +134,11 @@ class JobPace:
 
     def now(self) -> JobProgress:
         """Returns the current progress."""
-        total = self._total + sum(problems for problems, _ in self._expected.values())
-        return JobProgress(self._ended, total, time.perf_counter() - self._started, self._left_s())
+        return JobProgress(self._ended, self._total, time.perf_counter() - self._started, self._left_s())
 
     def _left_s(self) -> float | None:
         running = [work * (1 - share) for work, _, share in self._running.values()]
-        left = sum(self._waiting.values()) + sum(running) + sum(work for _, work in self._expected.values())
+        left = sum(self._waiting.values()) + sum(running)
         if not left:
             return 0.0
         work = self._work + sum(work * share for work, _, share in self._running.values())

@@ -304,8 +304,6 @@ class Record:
       stopped: why the search ended; "" in an old record.
       failed: backends without an entry because all their candidates failed; empty in an old record.
       library: the backend of the baseline.
-      brief: the search was short: it was made while learning, or mainly tried the winners at the two neighbouring
-        points of a range. Calls use the record, but it does not replace a full search.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
       legal: the fingerprint of the legal schedules of kernels whose version is 0; "" without such a kernel.
       notes: what users must know about the results of these schedules, one sentence each.
@@ -324,7 +322,6 @@ class Record:
     stopped: str = ""
     failed: tuple[AllFailed, ...] = ()
     library: str = LIBRARY
-    brief: bool = False
     reference: str = ""
     legal: str = ""
     notes: tuple[str, ...] = ()
@@ -463,17 +460,6 @@ class Candidate(Protocol):
 def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
     """Returns the key of a problem on a chip in stores."""
     return Key(operation.name, hardware.id, problem.canonical())
-
-
-def family_of(problem: Problem, field: str) -> str:
-    """Returns the canonical text of a problem without `field`, equal for all problems that differ only in it."""
-    fields = {name: value for name, value in problem.non_default_fields().items() if name != field}
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
-
-def families_of(problem: Problem) -> list[str]:
-    """Returns `family_of` for each field that may be the extent of a range."""
-    return [family_of(problem, name) for name, value in vars(problem).items() if type(value) is int]
 
 
 def fields_of(schedule: Schedule) -> Fields:

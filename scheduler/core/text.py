@@ -9,7 +9,7 @@ import re
 import unicodedata
 import urllib.parse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # ------------------------------------------------------------------------------
 # Removal of secrets from URLs and messages: anything not known to be harmless is omitted.
@@ -167,6 +167,11 @@ def share_text(share: float) -> str:
 def faster_text(excess: float) -> str:
     """Formats a speedup from the other's excess time as a fraction: "12.3% faster", from 1 on "3.05 times as fast"."""
     return f"{share_text(excess)} faster" if excess < 1 else f"{digits(1 + excess)} times as fast"
+
+
+def mesh_text(extents: Mapping[str, int]) -> str:
+    """Formats the axes of a mesh: ``data=2, model=4``."""
+    return ", ".join(f"{name}={extent}" for name, extent in extents.items())
 
 
 def _padded(value: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import threading
@@ -30,7 +29,7 @@ from scheduler.core.errors import (
 from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import in_fresh_thread
-from scheduler.core.records import Key, Point, Schedule, key_of, point_of, schedule_text
+from scheduler.core.records import Key, Schedule, key_of, schedule_text
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
@@ -46,7 +45,7 @@ from search_spaces.problem import Problem
 from search_spaces.space import Choice, as_choice
 from search_spaces.target import Target
 
-OnMiss = Literal["model", "learn", "tune", "xla", "error"]
+OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
 ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
@@ -218,11 +217,6 @@ def user_cache() -> Cache:
     return _decisions.cache
 
 
-def _drop(operation: Operation[Any], problem: Problem) -> None:
-    """Drops the decisions for one problem, so that later lowerings read the stores again."""
-    _decisions.drop(operation, problem)
-
-
 class _Decisions:
     """Decisions since the last `reload`, with one lock per problem that is being decided."""
 
@@ -238,10 +232,6 @@ class _Decisions:
         if decision.missed is not None:
             note_miss(self.cache, operation, decision.missed)
         return decision
-
-    def drop(self, operation: Operation[Any], problem: Problem) -> None:
-        for key in [key for key in self.decisions.copy() if key[:2] == (operation, problem)]:
-            self.decisions.pop(key, None)
 
     def _decision(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
         key = (operation, problem, platform, options)
@@ -365,26 +355,16 @@ class _Selection:
             self.problem,
             hardware,
             backends=self.options.backends,
-            records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several).records,
+            records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several),
             shared_only=several,
             loss_per_gain=self.options.loss_per_gain,
         )
         say_once(
             f"{self._call_text(hardware)}: no schedule is stored; the model selects {found.backend}: {found.reason}"
         )
-        # In a job of several processes, only shared records are used: nothing learned could be.
-        if self.options.on_miss == "learn" and not self.options.target and not several:
-            self._learn(hardware, point_of(found.backend, found.schedule))
         key = key_of(self.operation, self.problem, hardware)
         times = Times(found.predicted_s, found.library_s)
         return self._decision(hardware, found.backend, found.schedule, found.reason, times, missed=key)
-
-    def _learn(self, hardware: Hardware, selected: Point) -> None:
-        from scheduler.dispatch import learning
-
-        stop_script_import()
-        learned = functools.partial(_drop, self.operation, self.problem)
-        learning.learn(learning.MissedCall(self.operation, self.problem, hardware, selected, user_cache, learned))
 
     def _tuned(self, hardware: Hardware) -> Decision:
         from scheduler.search import tuner

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 
 from scheduler.core.errors import CacheMiss, NoCandidate, PlanError
-from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
@@ -98,66 +97,47 @@ def answer(
     plan, library = force.plan, operation.library.backend
     if jax.process_count() > 1:
         require_one_code(plan.digest)
-    found = planned_entry(plan, operation, problem, hardware)
-    reason = found.reason
-    if isinstance(found, Planned):
-        if backends is None or found.backend in backends:
-            return found.backend, found.schedule, f"the plan {plan.digest}: {reason}"
+    found = plan.answer(operation.name, problem.canonical())
+    stale = _stale(plan, found, operation, problem, hardware)
+    if stale:
+        reason = stale
+    elif found is None:
+        reason = f"the plan {plan.digest} has no entry for {operation.name} {problem}"
+    elif backends is None or found.backend in backends:
+        return found.backend, found.schedule, f"the plan {plan.digest}: {found.reason}"
+    else:
         reason = (
             f"the plan {plan.digest} uses {found.backend} for {operation.name} {problem}, which the call does not allow"
         )
     if strict or force.missing == "error":
-        raise CacheMiss(f"{reason}; scheduler.tune_function makes a plan")
+        raise CacheMiss(f'{reason}; missing="xla" leaves it to {library}')
     if backends is not None and library not in backends:
         raise NoCandidate(f"{reason}; only {library} can run, which the call does not allow")
-    if isinstance(found, Stale):
+    if stale:
         warn_once(f"{reason}; {library} is used")
     else:
         logger.info("%s; %s is used", reason, library)
     return library, {}, reason
 
 
-@dataclasses.dataclass(frozen=True)
-class Stale:
-    """The reason why a plan's entry is not valid here."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Unplanned:
-    """The reason for a missing entry: the plan does not contain the problem."""
-
-    reason: str
-
-
-def planned_entry(
-    plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hardware
-) -> Planned | Stale | Unplanned:
-    """Returns a plan's entry for a problem, checked like stored records."""
+def _stale(
+    plan: Plan, found: Planned | None, operation: Operation[Any], problem: Problem, hardware: Hardware
+) -> str | None:
+    """Returns why a plan, or its entry for a problem, is not valid here; None if it is, or if there is no entry."""
     if plan.hardware != hardware.id:
-        return Stale(f"the plan {plan.digest} is for {plan.hardware}, and this is {hardware.id}")
-    which = f"the plan {plan.digest} for {operation.name} {problem}"
-    found = plan.answer(operation.name, problem.canonical())
+        return f"the plan {plan.digest} is for {plan.hardware}, and this is {hardware.id}"
     if found is None:
-        return Unplanned(f"the plan {plan.digest} has no entry for {operation.name} {problem}")
+        return None
+    which = f"the plan {plan.digest} for {operation.name} {problem}"
     if found.backend not in operation.backends:
         here = ", ".join(operation.backends)
-        return Stale(f"{which} uses {found.backend}, which no longer exists (available: {here}): make the plan again")
+        return f"{which} uses {found.backend}, which no longer exists (available: {here}): make the plan again"
     kernel = operation.kernel(found.backend)
     if kernel.version != found.version:
-        return Stale(
+        return (
             f"{which} uses version {found.version} of the {found.backend} kernel, now version {kernel.version}: "
             "make the plan again"
         )
     if reason := illegal(kernel, problem, hardware, found.schedule):
-        return Stale(f"{which} has a schedule that cannot run: {reason}")
-    edited = changed(
-        operation,
-        problem,
-        hardware.target,
-        [found],
-        reference=found.reference,
-        jax_version=plan.environment.jax,
-    )
-    return found if edited is None else Stale(f"{which} is stale, {edited}: make the plan again")
+        return f"{which} has a schedule that cannot run: {reason}"
+    return None

@@ -16,7 +16,6 @@ import jax
 from scheduler.core import codec
 from scheduler.core.errors import UnknownChip
 from scheduler.core.hardware import Hardware
-from scheduler.core.neighbours import range_to_text
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code, require_one_code
@@ -44,6 +43,11 @@ class QueryRecorder:
     queries: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
     not_recorded: list[str] = dataclasses.field(default_factory=list)
     shardings: list[Shardings] = dataclasses.field(default_factory=list)
+
+    @property
+    def reason(self) -> str:
+        """Why there are no queries."""
+        return "; ".join(dict.fromkeys(self.not_recorded)) or "XLA removes the call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +121,10 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 
 
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
-    """Returns stored records, ranges and calibrations as text. Records are not decoded, as there may be thousands."""
+    """Returns stored records and calibrations as text. Records are not decoded, as there may be thousands."""
     cache, filters = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
     own = [] if shared_only else map(codec.record_to_text, cache.remembered(**filters))
-    stores = cache.ask(
-        lambda store: [*store.texts(**filters), *map(range_to_text, store.ranges.all(**filters))],
-        shared_only=shared_only,
-    )
+    stores = cache.ask(lambda store: store.texts(**filters), shared_only=shared_only)
     fitted = constants.calibrations(operation.name, hardware, shared_only=shared_only)
     lines = {*own, *(line for each in stores for line in each)}
     return [*sorted(lines), *sorted(map(codec.calibration_to_text, fitted.values()))]

@@ -1,7 +1,8 @@
-"""Lookup of stored schedules: a record of the problem itself, otherwise the nearest points in a tuned range."""
+"""Lookup of stored schedules of a problem, and of the records by which its schedule is predicted."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -9,23 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 
 from scheduler.core import arguments, frames
 from scheduler.core.hardware import Hardware
-from scheduler.core.neighbours import Range
-from scheduler.core.records import Entry, Key, Miss, Record, Schedule, families_of, key_of, preferred
-from scheduler.prediction.transfer import recheck
+from scheduler.core.records import Entry, Key, Miss, Record, Schedule, key_of, preferred
+from scheduler.prediction.transfer import recheck, telling_records
 from scheduler.store.cache import Cache
 from search_spaces import OPERATIONS, locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-
-if TYPE_CHECKING:
-    from scheduler.prediction.between import Evidence
-
 
 logger = logging.getLogger("scheduler")
 _logged: set[str] = set()
@@ -57,7 +53,7 @@ def stored(
     """Returns the stored backend and schedule, with their origin and times.
 
     The lowest `Record.precedence` is used: measured before imported, imported before estimated. At the same precedence,
-    the user's record is used before a shipped one, and a record of the problem before a range.
+    the user's record is used before a shipped one.
 
     Args:
       cache: the stores.
@@ -84,46 +80,16 @@ def stored(
             answers.append((record.precedence, (found.backend, found.schedule, reason, times_in(record, found))))
             if not record.precedence:
                 return answers[-1][1]
-    if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
-        from scheduler.prediction.between import RangeAnswer, between  # imported late, as few stores have ranges
-
-        def points(key: Key) -> Iterator[Record]:
-            found_records = [record for _, record in cache.find(key, shared_only=shared_only)]
-            return iter(sorted(found_records, key=lambda record: record.precedence))
-
-        in_range = between(operation, problem, hardware, ranges, points, backends=backends, shared_only=shared_only)
-        if isinstance(in_range, RangeAnswer):
-            if estimates or not in_range.estimated:
-                times = Times(in_range.predicted_s, in_range.library_s)
-                answers.append((in_range.precedence, (in_range.backend, in_range.schedule, in_range.reason, times)))
-        elif in_range:
-            say_once(f"{call_text}: {in_range}")
-            invalid_reason = invalid_reason or in_range
     return min(answers, key=lambda each: each[0])[1] if answers else invalid_reason
 
 
 def evidence(
     cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool = False
-) -> Evidence:
-    """Returns the stored records and ranges that a prediction for `problem` may use."""
-    from scheduler.prediction.between import Evidence, merged, read
-
+) -> list[Record]:
+    """Returns the stored records that a prediction for `problem` may use."""
     own = [] if shared_only else cache.remembered(operation=operation.name, hardware=hardware.id)
-    stores = cache.ask(lambda store: read(store, operation, problem, hardware), shared_only=shared_only)
-    found = merged([Evidence(own), *stores])
-    return Evidence(list(preferred(found.records).values()), found.ranges)
-
-
-def _ranges(
-    cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool
-) -> list[Range]:
-    """Returns the stored ranges that may contain the problem."""
-    families = families_of(problem)
-    found = cache.ask(
-        lambda store: store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families),
-        shared_only=shared_only,
-    )
-    return [one for ranges in found for one in ranges]
+    stores = cache.ask(lambda store: telling_records(store, operation, problem, hardware), shared_only=shared_only)
+    return list(preferred(itertools.chain(own, *stores)).values())
 
 
 def say_once(message: str) -> None:

@@ -278,12 +278,13 @@ class Call:
     def realized(self) -> tuple[Call, Callable[[], list[str]]]:
         """Returns the call with new objects and closures, and a check that lists the variables it has assigned."""
         fn: Any = self.fn
+        known = dict[int, Any]()
         assigned: Callable[[], list[str]] = list
         if isinstance(fn, Captured):
-            fn, assigned = fn.replaced(tuple(map(_realized, self.captured)))
-        held, given = (tuple(map(_realized, part)) for part in (self.held, self.given))
-        named = {name: _realized(x) for name, x in self.named.items()}
-        return Call(_realized(fn), self.captured, held, self.held_by_name, given, named), assigned
+            fn, assigned = fn.replaced(tuple(_realized(x, known) for x in self.captured))
+        held, given = (tuple(_realized(x, known) for x in part) for part in (self.held, self.given))
+        named = {name: _realized(x, known) for name, x in self.named.items()}
+        return Call(_realized(fn, known), self.captured, held, self.held_by_name, given, named), assigned
 
     def __call__(self) -> Any:
         return self.fn(*self.held, *self.given, **self.held_by_name, **self.named)
@@ -299,10 +300,10 @@ class Static:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instance:
-    """An object of a plain class, flattened by its attributes."""
+    """An object of a plain class, flattened by its attributes, or a container of such objects, by its elements."""
 
     original: Any
-    attributes: dict[str, Any]
+    attributes: dict[Any, Any]
     made: list[Any] = dataclasses.field(default_factory=list)
 
     def tree_flatten(self) -> tuple[tuple[Any], ByIdentity]:
@@ -317,12 +318,19 @@ class Instance:
         """The object that the function sees."""
         return self.made[0] if self.made else self.original
 
-    def realized(self) -> Any:
-        """Creates a new object with these attributes."""
-        new = object.__new__(type(self.original))
-        new.__dict__.update(self.attributes)
-        self.made.append(new)
-        return new
+    def realized(self, known: dict[int, Any]) -> Any:
+        """Creates a new object or container with these attributes, once for each original in `known`."""
+        if id(self.original) not in known:
+            if _is_container(self.original):
+                values = [_realized(x, known) for x in self.attributes.values()]
+                new = jax.tree.unflatten(jax.tree.structure(self.original, is_leaf=_not(self.original)), values)
+            else:
+                new = _blank(type(self.original))
+                known[id(self.original)] = new  # its attributes may refer to it
+                new.__dict__.update({name: _realized(x, known) for name, x in self.attributes.items()})
+            known[id(self.original)] = new
+        self.made.append(known[id(self.original)])
+        return known[id(self.original)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -371,31 +379,49 @@ def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in held.items() if name not in named}
 
 
-def opened_object(x: Any) -> Any:
-    """Returns an object that holds arrays or state as an `Instance`; any other value unchanged."""
+def opened_object(x: Any, around: tuple[int, ...] = ()) -> Any:
+    """Returns an object that holds arrays or state, or a container of such objects, as an `Instance`; else `x`.
+
+    Args:
+      around: Identities of the objects that hold `x`: one of these again stays as it is.
+    """
     if is_array(x) or isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
         return x
-    if module_libraries.is_flax_node(x) or not jax.tree_util.all_leaves([x]) or not hasattr(x, "__dict__"):
+    if _is_boundary(x) or id(x) in around:
         return x
+    around = (*around, id(x))
+    if _is_container(x):
+        elements = jax.tree.leaves(x, is_leaf=_not(x))
+        opened = [opened_object(y, around) for y in elements]
+        holds = any(isinstance(y, Instance) or id(y) in around for y in opened)
+        return Instance(x, dict(enumerate(opened))) if holds else x
     try:
-        object.__new__(type(x))
-    except TypeError:  # an object with more than attributes, such as an instance of a dict subclass
+        _blank(type(x))
+    except TypeError:  # an object with more than attributes
         return x
-    attributes = dict(vars(x))
+    attributes = {name: opened_object(y, around) for name, y in getattr(x, "__dict__", {}).items()}
     held = jax.tree.leaves(attributes, is_leaf=module_libraries.is_flax_node)
-    return (
-        Instance(x, attributes)
-        if any(isinstance(y, jax.Array) or module_libraries.is_flax_node(y) for y in held)
-        else x
-    )
+    holds = any(isinstance(y, jax.Array) or module_libraries.is_flax_node(y) for y in held)
+    return Instance(x, attributes) if holds else x
 
 
-def _realized(x: Any) -> Any:
+def _blank(cls: type) -> Any:
+    """Returns an object without attributes."""
+    return (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
+
+
+def _is_container(x: Any) -> bool:
+    return not jax.tree_util.all_leaves([x])
+
+
+def _not(x: Any) -> Callable[[Any], bool]:
+    return lambda y: y is not x
+
+
+def _realized(x: Any, known: dict[int, Any]) -> Any:
     if isinstance(x, Static):
         return x.value
-    if isinstance(x, Instance):
-        return x.realized()
-    return x
+    return x.realized(known) if isinstance(x, Instance) else known.get(id(x), x)
 
 
 @dataclasses.dataclass(frozen=True)

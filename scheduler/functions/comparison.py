@@ -15,7 +15,7 @@ from jax import lax
 
 from scheduler.functions.noise import FINEST
 from scheduler.measure.verification import rounded_differently
-from search_spaces import checking, fingerprint, lowering_compat, recognise
+from search_spaces import checking, fingerprint, lowering_compat, partitioning_compat, recognise
 from search_spaces.checking import VALUE_KINDS, without_autotuning
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
@@ -329,6 +329,7 @@ class Comparison:
         self._operands, self._results, self._least, self._special = operands, results, least, special
         self._compiled: tuple[concurrent.futures.Future[Any], ...] = ()
 
+    @partitioning_compat.empty_mesh()
     def compile(self, beside: concurrent.futures.Executor) -> None:
         """Lowers the programs now, unless they are, and compiles them beside."""
         if self._compiled:
@@ -343,6 +344,7 @@ class Comparison:
         """Describes how the results for these operands disagree; None if they do not."""
         return self._verdict(operands, self._least)
 
+    @partitioning_compat.empty_mesh()
     def disagreement(self) -> str | None:
         """Describes how the results disagree for random or special operands; None if they do not."""
         for kind in (*DRAWS, *self._special):
@@ -361,16 +363,16 @@ class Comparison:
     def _errors(self, operands: Sequence[Any], tuned: Sequence[Any]) -> jax.Array:
         # Without the barrier, XLA drops roundings whose results are widened at once.
         tuned, right = lax.optimization_barrier((list(tuned), list(self._plain(*operands))))
-        narrow = all(
-            _unit(x.dtype) for x in right
-        )  # narrow dtypes round more than the operands of their float32 version
+        # Narrow dtypes round more than the operands of their float32 version.
+        narrow = all(_unit(x.dtype) for x in right)
         moved = [x if narrow and _is_narrow(x.dtype) else rounded_differently(x, i) for i, x in enumerate(operands)]
         others = [self._plain(*moved), *([self._coarse(*operands)] if self._coarse else [])]
         return errors(tuned, right, self._wide(*operands), others)
 
     def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
         compared, _ = self._programs()
-        return verdict(compared(*operands), self._results, least)
+        placed = map(jax.device_put, operands, compared.input_shardings[0])  # on all devices of a mesh
+        return verdict(compared(*placed), self._results, least)
 
     def _programs(self) -> list[Any]:
         if not self._compiled:
@@ -386,7 +388,8 @@ class Comparison:
 
     def _draw(self, seed: jax.Array, kind: jax.Array, scale: jax.Array) -> list[jax.Array]:
         drawn = [_normal(x, 10 * seed + i) for i, x in enumerate(self._operands)]
-        return [_scaled(x, scale) for x in (checking.altered(drawn, kind) if self._special else drawn)]
+        drawn = checking.altered(drawn, kind) if self._special else drawn
+        return [x * scale.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in drawn]
 
 
 class RegionComparison:
@@ -461,6 +464,7 @@ class RegionComparison:
         return [kind for kind in VALUE_KINDS if kind in common and (infinite or kind != "large")] + [*SCALES] * infinite
 
 
+@partitioning_compat.empty_mesh()
 def of_product(
     problem: Problem, call: Callable[..., Sequence[Any]], primitive: Any, params: Any, *args: Any
 ) -> Comparison:
@@ -473,10 +477,6 @@ def of_product(
         return [primitive.bind(*map(widened, own), **wide_params(params))]
 
     return Comparison(plain, wide, call, args, jax.eval_shape(plain, *args), least_rounding([problem]))
-
-
-def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from scheduler.core.text import seconds_text
 from scheduler.functions import interleaved
-from scheduler.functions.ablation import Replaced
 from scheduler.functions.interleaved import Seconds
+from scheduler.functions.lowering import Replaced
 
 # Reasons to keep a version without timing.
 XLA_IS_USED = "XLA's version is used"
@@ -20,7 +22,8 @@ SEVERAL_PROCESSES = (
 )
 NOTHING_REPLACED = f"{XLA_IS_USED}: no kernel can be used for its matmuls, grouped products, attention or row programs"
 NONE_ON_A_CPU = f"{XLA_IS_USED}: there is no kernel for a CPU, and other changes are not tried there"
-PLANNED = "from the plan, identically in all processes of the job"
+PLANNED = "those of the plan"
+NOT_PLANNED = f"{XLA_IS_USED}: the plan has no kernel for it"
 UNTIMED = "not timed"
 # What a report says of equations on a CPU, in the form of `Lowered.left`.
 LEFT_ON_A_CPU = "products: no kernel for a CPU"
@@ -35,6 +38,7 @@ class Decided:
       compiled: The tuned version (`jax.stages.Compiled`) if it is kept; None if XLA's version is kept.
       reason: The decision as a sentence: what is used, and what it gains or why.
       replaced: Kernels of the tuned version, whichever version was kept, without those that were dropped.
+      dropped: Kernels that are left out of the tuned version, with the reasons.
       left: Why other equations are left to XLA -> number of kinds of such equations.
       changes: Other changes of the tuned version, which need no kernel, as text.
       groups: Groups of kernels without which the function was timed: how fast it is, and whether the group is kept.
@@ -43,6 +47,7 @@ class Decided:
         report it.
       plain_exchanged, tuned_exchanged: Bytes that collectives of each version return to a device, those in a loop
         once; None if nothing was compared, or on one device.
+      device: The first device that runs it.
     """
 
     function: str
@@ -50,6 +55,7 @@ class Decided:
     compiled: Any
     reason: str
     replaced: tuple[Replaced, ...] = ()
+    dropped: tuple[Replaced, ...] = ()
     left: Mapping[str, int] = dataclasses.field(default_factory=dict)
     plain: Seconds | None = None
     tuned: Seconds | None = None
@@ -59,6 +65,7 @@ class Decided:
     tuned_exchanged: int | None = None
     changes: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    device: jax.Device | None = None
 
     @property
     def kept(self) -> str:

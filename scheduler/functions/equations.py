@@ -121,17 +121,12 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
     for equation in body.jaxpr.eqns:
         if equation.primitive.name in ("while", "cond"):
             yield Loop(equation.primitive.name, body.line_of(equation))
-        for within, times in inside(equation):
+        for within, times in held(equation):
             yield from bodies(within, count * times, manual or is_manual(equation), body.line_of(equation))
 
 
-def inside(equation: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the jaxprs that an equation runs, and how often each runs. Kernel bodies are left out."""
-    yield from ((opened_jaxpr(jaxpr), times) for jaxpr, times in held(equation))
-
-
 def held(equation: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the same as `inside`, but the original objects in the equation's parameters, including constants."""
+    """Yields the jaxprs that an equation runs, and how often each runs. Kernel bodies are left out."""
     if equation.primitive.name in _KERNELS:
         return
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -239,18 +234,18 @@ def match(
     return reasons[0]
 
 
-def match_equation(equation: Any, stored: Mapping[Any, StoredLayout]) -> tuple[Operation[Any], Problem] | None:
-    """Returns the operation that can replace an equation, and its problem; None if there is none.
+def match_equation(
+    equation: Any, stored: Mapping[Any, StoredLayout]
+) -> tuple[Operation[Any], MatchedEquation[Any]] | None:
+    """Returns the operation that can replace an equation of `operations_by_primitive`, and its problem; None if none.
 
     Args:
       stored: memory layouts, from `layouts_around` with all `operations_by_primitive`.
     """
-    if equation.primitive not in operations_by_primitive():
-        return None
     avals = [x.aval for x in equation.invars]
-    layout = stored[layout_key(equation.primitive, avals, equation.params)]
+    layout = stored.get(layout_key(equation.primitive, avals, equation.params))
     found = match(equation.primitive, avals, equation.params, layout)
-    return None if isinstance(found, str) else (found[0], found[1].problem)
+    return None if isinstance(found, str) else found
 
 
 # ------------------------------------------------------------------------------

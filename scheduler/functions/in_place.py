@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from scheduler.functions import comparison
 from scheduler.functions.comparison import Comparison, RegionComparison, TunedCall
-from search_spaces import jax_compat, lowering_compat, recognise
+from search_spaces import jax_compat, lowering_compat, partitioning_compat, recognise
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Stage, Value
 
@@ -28,12 +28,19 @@ observe_p.multiple_results = True
 observe_p.def_effectful_abstract_eval(lambda *_, **__: ([], {lowering_compat.DEBUG_EFFECT}))
 
 
-def _lower(ctx: Any, *args: Any, observe: Callable[..., None]) -> Any:
+def _lower(ctx: Any, *args: Any, observe: Callable[..., None], devices: int) -> Any:
     def run(*own: Any) -> tuple[()]:
-        jax.debug.callback(observe, *own)
+        _hand_out(observe, devices, own)
         return ()
 
     return jax_compat.lower(run, ctx, args)
+
+
+def _hand_out(observe: Callable[..., None], devices: int, operands: Sequence[Any]) -> None:
+    if devices > 1:  # XLA warns of operands that it has to gather on the one device that calls back
+        (whole,) = partitioning_compat.shardings([("devices", devices)], [()])
+        operands = [jax.lax.with_sharding_constraint(x, whole) for x in operands]
+    jax.debug.callback(observe, *operands)
 
 
 mlir.register_lowering(observe_p, _lower)
@@ -54,8 +61,13 @@ class InPlace:
     is a key, and for single equations, whose problem does not name their layout, their parameters.
     """
 
-    def __init__(self, before: InPlace | None = None) -> None:
-        """Creates comparisons; those that `before` has compiled are not compiled again."""
+    def __init__(self, devices: int, before: InPlace | None = None) -> None:
+        """Creates comparisons; those that `before` has compiled are not compiled again.
+
+        Args:
+          devices: Over how many devices XLA partitions the function.
+        """
+        self._devices = devices
         self._known: Mapping[Kind, Comparison] = before._comparisons if before else {}
         self._comparisons: dict[Kind, Comparison] = {}
         self._failed = dict[Kind, str]()
@@ -98,7 +110,7 @@ class InPlace:
             made = functools.partial(comparison.of_product, problem, call, primitive, params, *structs)
             self._comparisons[kind] = self._known.get(kind) or made()
         if self._is_observed(kind, structs):
-            jax.debug.callback(functools.partial(self._note, kind), *args)
+            _hand_out(functools.partial(self._note, kind), self._devices, args)
         return (primitive.bind(*args, **params),)
 
     def compile(self, beside: concurrent.futures.Executor) -> None:
@@ -148,7 +160,7 @@ class InPlace:
         if not self._is_observed(kind, roots):
             return None
         note = functools.partial(self._note, kind)
-        return lambda given: observe_p.bind(*(given[id(x)] for x in roots), observe=note)
+        return lambda given: observe_p.bind(*(given[id(x)] for x in roots), observe=note, devices=self._devices)
 
     def _is_observed(self, kind: Kind, operands: Sequence[Any]) -> bool:
         self._places[kind] += 1

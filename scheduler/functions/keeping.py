@@ -10,13 +10,17 @@ from typing import Any, Protocol
 
 import jax
 
-from scheduler.functions import ablation, decided, interleaved
-from scheduler.functions.ablation import AblationResult, Lowered, Reference, Replaced, Run
+from scheduler.functions import comparison, decided, interleaved
 from scheduler.functions.interleaved import Seconds
+from scheduler.functions.lowering import Lowered, Replaced
 from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
+from scheduler.search.final_comparison import Margin
 
+Run = Callable[[], Any]  # a compiled function with its arrays
 # Maximum number of groups, each of which costs a compilation.
 MOST_GROUPS = 4
+# Rounds of the comparison without each group. Many rounds keep the confidence interval of each group narrow.
+ROUNDS = 12
 # Groups are timed if all kernels together gain less than this share of the predicted gain.
 AS_PREDICTED = 0.9
 # Why replacements are not made, as reports have it.
@@ -63,7 +67,7 @@ class Group:
     """Kernels, or the changes without a kernel, that are left out together.
 
     Attributes:
-      keys: What leaves them out (`ablation.lower_with_kernels`).
+      keys: What leaves them out (`lowering.lower_with_kernels`).
       texts: Each of them as text.
       xla_s: Seconds per call of the function that XLA takes for what they replace, by times alone; 0 if unknown.
     """
@@ -104,8 +108,9 @@ def groups(lowered: Lowered) -> list[Group]:
         kinds = [kind for kind in kinds if kind not in shared] + [_union([*shared, group])]
     if lowered.changes:
         kinds.append(Group(frozenset({OTHER_CHANGES}), lowered.changes, 0.0))
-    seconds = {i: kind.xla_s for i, kind in enumerate(kinds)}
-    return [_union([kinds[i] for i in group]) for group in ablation.groups(seconds, MOST_GROUPS)]
+    kinds.sort(key=lambda kind: -kind.xla_s)
+    single, rest = kinds[: MOST_GROUPS - 1], kinds[MOST_GROUPS - 1 :]
+    return single + ([_union(rest)] if rest else [])
 
 
 def _union(of: Sequence[Group]) -> Group:
@@ -154,14 +159,14 @@ class Keeping:
         versions, verdicts = self._usable(everything, {label: [group] for label, group in tested.items()})
         self.step("timing without each group of kernels")
         versions = {ALL: everything, **versions}
-        times = self._times(versions, at_least_rounds=ablation.ROUNDS)
+        times = self._times(versions, at_least_rounds=ROUNDS)
         dropped = list[str]()
-        for i, label in enumerate(label for label in tested if label in versions):
-            found = AblationResult((i,), interleaved.margin_of(times[ALL], times[label]))
+        for label in (label for label in tested if label in versions):
+            margin = interleaved.margin_of(times[ALL], times[label])
             sizes = everything.peak_bytes, versions[label].peak_bytes
-            verdicts[label] = f"{found}{decided.share_text(*sizes, 'memory')}"
-            is_tie = found.margin.low <= 0 <= found.margin.high
-            if found.margin.high < 0 or (is_tie and decided.share_percent(*sizes) <= 0):
+            verdicts[label] = f"{_without_it(margin)}{decided.share_text(*sizes, 'memory')}"
+            is_tie = margin.low <= 0 <= margin.high
+            if margin.high < 0 or (is_tie and decided.share_percent(*sizes) <= 0):
                 dropped.append(label)
         preferred = {0: ALL, 1: "".join(dropped)}.get(len(dropped), REST)
         if 1 < len(dropped) < len(tested):
@@ -197,14 +202,18 @@ class Keeping:
             for label, left_out in without.items():
                 lowered[label] = self._without(everything, left_out)
                 compiled[label] = beside.submit(lowered[label].lowered.compile)
-        reference = Reference(self.plain, jax.block_until_ready(self.plain()), self.noisy)
+        expected = jax.block_until_ready(self.plain())
         versions, reasons = dict[str, Version](), dict[str, str]()
         for label, future in compiled.items():
-            run, why = ablation.failure(lambda each: self.calling(each.result()), future, reference)
-            if run is None:
-                reasons[label] = f"the function cannot be used without it: {why}"
+            try:
+                version = Version(lowered[label], future.result(), self.calling(future.result()))
+                why = comparison.disagreement(expected, jax.block_until_ready(version.run()), self.noisy)
+            except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if why is None:
+                versions[label] = version
             else:
-                versions[label] = Version(lowered[label], future.result(), run)
+                reasons[label] = f"the function cannot be used without it: {why}"
         return versions, reasons
 
     def _without(self, everything: Version, left_out: Iterable[Group]) -> Lowered:
@@ -212,6 +221,14 @@ class Keeping:
         known = {OTHER_CHANGES, *(key for each in everything.lowered.replaced for key in each.keys)}
         refused = {**everything.lowered.refused, **{key: DROPPED for group in left_out for key in group.keys}}
         return self.lower(lambda key: refused.get(key) or (None if key in known else WITHIN_DROPPED))
+
+
+def _without_it(margin: Margin) -> str:
+    """Returns by what share the function is slower without a group of kernels, with the confidence interval."""
+    direction, sign = ("slower", 1) if margin.middle > 0 else ("faster", -1)
+    low, high = sorted((100 * sign * margin.low, 100 * sign * margin.high))
+    share = 100 * abs(margin.middle)
+    return f"the function is {share:.1f} % {direction} without it (99 % confidence: {low:.1f} to {high:.1f} %)"
 
 
 def _chosen(times: Mapping[str, Seconds], versions: Iterable[str], preferred: str) -> str:

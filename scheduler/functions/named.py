@@ -58,34 +58,6 @@ def function(
     return found, given
 
 
-def to_time(name: str, arrays: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns the function of `function`, with arguments for timing: random floats, and integers that are 0.
-
-    A function without arguments must return both, as ``(function, (argument, ...))``. Timed directly, its work would be
-    done by XLA at compile time.
-
-    Raises:
-      ValueError: As for `function`, or a function without arguments returns something else.
-    """
-    found, shapes = function(name, arrays)
-    if shapes:
-        keys = jax.random.split(jax.random.key(0), len(shapes))
-        return found, tuple(_drawn(key, s) for key, s in zip(keys, shapes, strict=True))
-    made = found()
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list):
-        return made[0], tuple(made[1])
-    raise ValueError(
-        f"{name} takes no arguments, so it must return (function, (argument, ...)) to time; or give the shapes of a "
-        "function's arrays (bfloat16[4096,512] ...)"
-    )
-
-
-def _drawn(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(s.dtype, jnp.floating):
-        return jax.random.normal(key, s.shape, jnp.float32).astype(s.dtype)
-    return jnp.zeros(s.shape, s.dtype)
-
-
 def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
     """Parses a shape such as ``bfloat16[4096,512]``, or ``bf16[4096,512]`` as printed by JAX.
 

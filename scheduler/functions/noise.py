@@ -72,7 +72,9 @@ class _Noise:
             return atom.val if isinstance(atom, core.Literal) else values[atom]
 
         for equation in jaxpr.eqns:
-            values |= dict(zip(equation.outvars, self._results(equation, [*map(read, equation.invars)]), strict=True))
+            with equation.ctx.manager:  # the mesh of its types
+                results = self._results(equation, [*map(read, equation.invars)])
+            values |= dict(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _results(self, equation: Any, args: Sequence[Any]) -> list[Any]:

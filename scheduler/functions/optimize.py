@@ -20,15 +20,17 @@ from scheduler.core import arguments
 from scheduler.core.arguments import backends_of_each
 from scheduler.core.errors import SchedulerError
 from scheduler.core.interrupts import interruptible
+from scheduler.core.plan import Plan
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
+from scheduler.dispatch.planned import InForce
 from scheduler.functions import interleaved, module_libraries, pure
 from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.functions.decided import Decided
 from scheduler.functions.equations import replacing_operations
-from scheduler.functions.problems import PosesProblems
+from scheduler.functions.plan import plan_of
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Trial
 from search_spaces import lowering_compat
@@ -85,10 +87,10 @@ def optimize(
     its results agree and it is faster with 99 % confidence. If it gains less than 90 % of what its kernels save alone,
     by records or the cost model, up to five versions with fewer kernels are compiled, compared and timed, too. Kernels
     without which the function is no slower are left out, and the fastest version is kept. If no equation is replaced,
-    or if `fn` has side effects, XLA's version is used and nothing is timed. A job of several processes also skips
-    timing: it uses a plan (`scheduler.plan`), or XLA's version if no plan is active. `report()` lists the decisions and
-    their reasons. The cache stores decisions, and later processes use those of the same function, arguments, kernels,
-    chip and versions.
+    or if `fn` has side effects, XLA's version is used and nothing is timed. Under a plan (`scheduler.plan`), exactly
+    its kernels are used, and nothing is compared or timed. A job of several processes without a plan uses XLA's
+    version. `report()` lists the decisions and their reasons, and `plan()` returns them as a plan. The cache stores
+    decisions, and later processes use those of the same function, arguments, kernels, chip and versions.
 
     Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
     optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and
@@ -131,7 +133,7 @@ def optimize(
 _OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
-class Optimized(PosesProblems):
+class Optimized:
     """A function compiled with and without tuned kernels, and its decisions by arguments. It is thread-safe."""
 
     def __init__(
@@ -350,9 +352,21 @@ class Optimized(PosesProblems):
         """Returns the decisions, their arguments and their reasons as text."""
         return "\n".join(map(str, self.decisions)) or f"no decision yet: {self.__name__} was not called with arrays"
 
+    def plan(self) -> Plan:
+        """Returns the plan of all decisions so far: their kernels, what XLA computes and why, and the times.
+
+        A problem about which two decisions disagree, for example of two shapes, is left to XLA. Tuned calls that the
+        function makes itself are not in the plan.
+
+        Raises:
+          SchedulerError: The function was not called yet, or has decisions for several chips.
+        """
+        return plan_of(self.__name__, self.decisions)
+
     def _current_options(self) -> tuple[dispatch.Options, ...]:
         """Returns the options now in force for each operation."""
-        target, plan = calls.target.value, planned.in_force()
+        target, force = calls.target.value, planned.in_force()
+        plan = force and InForce(force.plan)  # what a plan does not contain is left to XLA
         loss_per_gain = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
             dispatch.options(

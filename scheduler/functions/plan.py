@@ -1,48 +1,38 @@
-"""Applies a plan to the tuned calls within a context (`plan()`), and checks whether a plan is still valid."""
+"""The plan of an optimized function, and the context in which calls use a plan: `plan()`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import jax
+from collections.abc import Iterator, Sequence
 
 from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import SchedulerError
-from scheduler.core.hardware import CPU
-from scheduler.core.interrupts import interruptible
-from scheduler.core.plan import Plan, Planned
-from scheduler.core.records import Clock, Entry, Key, Measurement, Record, Schedule
+from scheduler.core.plan import Figure, Plan, Planned
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
-from scheduler.functions import interleaved
-from scheduler.functions.ablation import CompiledFunction, Reference
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.problems import problems
-from scheduler.search.final_comparison import Margin
-from search_spaces import load_known
-from search_spaces.configuration import comparisons
-from search_spaces.operation import Operation
+from scheduler.functions.decided import Decided
+from scheduler.functions.lowering import Replaced
+from scheduler.measure.runner import environment
+from search_spaces import load
+from tile_scheduler import __version__
 
 
 @contextlib.contextmanager
 def plan(which: Plan | str | os.PathLike[str], *, missing: Missing = "xla") -> Iterator[Plan]:
     """Selects schedules from a plan only: ``with scheduler.plan("step.plan.json"): step(params, batch)``.
 
-    No store is opened, and nothing is predicted or searched. All processes with the same plan select the same
-    schedules. In a job of several processes, the plans are compared once. The context takes effect while a call is
-    traced: functions that `jax.jit` traced outside the context are traced again inside, and vice versa. A nested plan
-    replaces the outer one. The context applies to the current thread: other threads enter it themselves, or use the
-    process's plan from ``TILE_SCHEDULER_PLAN``. A call's own `schedule` takes precedence.
+    No store is opened, and nothing is predicted, searched, compared or timed. All processes with the same plan select
+    the same schedules. In a job of several processes, the plans are compared once. The context takes effect while a
+    call is traced: functions that `jax.jit` traced outside the context are traced again inside, and vice versa. A
+    nested plan replaces the outer one. The context applies to the current thread: other threads enter it themselves, or
+    use the process's plan from ``TILE_SCHEDULER_PLAN``. A call's own `schedule` takes precedence.
 
     Args:
       which: A plan, or the path of its file.
-      missing: What to do about a problem that the plan does not contain, or whose entry is no longer valid: "xla" (with
-        a warning if the entry is no longer valid), or "error".
+      missing: What to do about a tuned call whose problem the plan does not contain, or whose entry is no longer valid:
+        "xla" (with a warning if the entry is no longer valid), or "error". `optimize` leaves all else to XLA.
 
     Raises:
       PlanError: The file cannot be used. The message gives the reason.
@@ -54,105 +44,49 @@ def plan(which: Plan | str | os.PathLike[str], *, missing: Missing = "xla") -> I
         yield found
 
 
-# ------------------------------------------------------------------------------
-# Checks whether a plan is still valid: re-times its kernels, and the whole function against XLA.
-
-
-def operation_of(answer: Planned) -> Operation[Any]:
-    """Returns the operation of a plan's entry. A user's own operation must be loaded already.
+def plan_of(function: str, decisions: Sequence[Decided]) -> Plan:
+    """Returns the plan of decisions about a function. A problem about which they disagree is left to XLA.
 
     Raises:
-      SchedulerError: The operation is not loaded.
+      SchedulerError: There is no decision, or the decisions are for several chips.
     """
-    try:
-        return load_known(answer.operation)
-    except ValueError as error:
-        raise SchedulerError(f"{error}; give --operation file.py:NAME") from None
-
-
-def plan_records(plan: Plan) -> list[Record]:
-    """Returns the entries that are not a library's as records with the plan's times, for `search.reverify`."""
-    return [_record(plan, answer, operation_of(answer)) for answer in plan.answers if answer.backend != answer.library]
-
-
-def _record(plan: Plan, answer: Planned, operation: Operation[Any]) -> Record:
-    clock: Clock = "wall" if plan.kind == CPU.kind else "cupti"
-
-    def entry(backend: str, version: int, schedule: Schedule, seconds: float | None, fingerprint: str = "") -> Entry:
-        then_s = seconds or 0.0
-        measured = Measurement(then_s, (then_s,), clock, "cold")
-        return Entry(backend, version, dict(schedule), measured, then_s, fingerprint)
-
-    return Record(
-        key=Key(answer.operation, plan.hardware, answer.problem),
-        entries=(
-            entry(answer.backend, answer.version, answer.schedule, answer.alone_s, answer.fingerprint),
-            entry(answer.library, answer.library_version, answer.library_schedule, answer.library_s),
-        ),
-        versions={each.backend: each.version for each in operation.kernels} | {answer.backend: answer.version},
-        environment=plan.environment,
-        budget=1,
-        tried=1,
-        space=1,
-        library=operation.library.backend,
-        reference=answer.reference,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedAgain:
-    """A new comparison of a function under its plan and under XLA.
-
-    Attributes:
-      plan, xla: Wall time of a call.
-      margin: By what share the function is slower under XLA.
-      wrong: Where results differ by more than rounding; None if they agree.
-      unplanned: Problems of the function that the plan does not contain.
-    """
-
-    plan: Seconds
-    xla: Seconds
-    margin: Margin
-    wrong: str | None
-    unplanned: tuple[str, ...]
-
-
-@interruptible()
-@comparisons()
-def remeasure_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> TimedAgain:
-    """Times ``fn(*args)`` under its plan and under XLA in interleaved rounds, and compares the results.
-
-    Raises:
-      SchedulerError: An entry of the plan is no longer valid here (the message gives the reason), or the plan contains
-        no problem of `fn`.
-    """
-    function = CompiledFunction(fn, args)
-    rows = problems(function.call, *function.arrays).tuned
-    found = [planned.planned_entry(plan, row.operation, row.problem, chips.detect()) for row in rows]
-    if stale := dict.fromkeys(each.reason for each in found if isinstance(each, planned.Stale)):
-        raise SchedulerError("; ".join(stale))
-    if not any(isinstance(each, Planned) for each in found):
+    if not decisions:
+        raise SchedulerError(f"no decision yet: call {function} first, and then its plan()")
+    found = {chips.detect(each.device).id for each in decisions}
+    if len(found) > 1:
         raise SchedulerError(
-            f"the plan {plan.digest} of {plan.function} has no problem of this function and its arrays"
+            f"{function} has decisions for several chips ({', '.join(sorted(found))}): optimize it twice"
         )
-    by_library = _by_library(plan)
-    runs = {"plan": function.under(plan), "xla": function.under(by_library)}
-    noisy = function.noisy(by_library, (row.problem for row in rows))
-    reference = Reference(runs["xla"], jax.block_until_ready(runs["xla"]()), noisy)
-    wrong = reference.disagreement(jax.block_until_ready(runs["plan"]()))
-    times = function.time(runs)
-    return TimedAgain(
-        times["plan"],
-        times["xla"],
-        interleaved.margin_of(times["plan"], times["xla"]),
-        wrong,
-        tuple(each.reason for each in found if isinstance(each, planned.Unplanned)),
+    answers = dict[tuple[str, str], Planned]()
+    for decision in decisions:
+        left = "" if decision.kept == "tuned" else decision.reason
+        kernels = [(each, left) for each in decision.replaced] + [(each, each.reason) for each in decision.dropped]
+        for kernel, reason in kernels:
+            answer = _answer(kernel, reason)
+            before = answers.setdefault((answer.operation, answer.problem), answer)
+            if (before.backend, before.schedule) != (answer.backend, answer.schedule):
+                answers[answer.operation, answer.problem] = _answer(kernel, "decisions disagree about it")
+    changed = [decision for decision in decisions if decision.changes]
+    changes = dict.fromkeys(text for decision in changed for text in decision.changes)
+    return Plan(
+        function,
+        found.pop(),
+        environment(""),
+        __version__,
+        tuple(answers.values()),
+        tuple(map(_figure, decisions)),
+        tuple(changes) if all(decision.kept == "tuned" for decision in changed) else (),
     )
 
 
-def _by_library(plan: Plan) -> Plan:
-    answers = (
-        dataclasses.replace(a, backend=a.library, version=a.library_version, schedule=a.library_schedule)
-        for a in plan.answers
-    )
-    return dataclasses.replace(plan, answers=tuple(answers))
+def _answer(kernel: Replaced, left: str) -> Planned:
+    """Returns the entry of a kernel, or of XLA if there is a reason why the problem is `left` to XLA."""
+    operation = load(kernel.operation)
+    backend, schedule = (operation.library.backend, {}) if left else (kernel.backend, dict(kernel.schedule))
+    version, reason = operation.kernel(backend).version, left or kernel.reason
+    return Planned(kernel.operation, kernel.problem.canonical(), backend, version, schedule, reason)
+
+
+def _figure(decision: Decided) -> Figure:
+    tuned_s, plain_s = (None if each is None else each.median_s for each in (decision.tuned, decision.plain))
+    return Figure(decision.arguments, decision.reason, tuned_s, plain_s)

@@ -18,14 +18,12 @@ from search_spaces import OPERATIONS, locate
 if TYPE_CHECKING:
     from scheduler.functions.equations import ProblemCount
     from scheduler.functions.problems import Problems
-    from scheduler.functions.suggestions import Suggestion
 
 
 # ------------------------------------------------------------------------------
 # Formats a function's problems as text, 100 columns wide.
 
 WIDTH = 100
-TABLE_HEAD = ("count", "at least", "share")
 
 
 def place(line: Call) -> str:
@@ -42,12 +40,6 @@ def problem_lines(lines: Iterable[Call]) -> str:
     return ", ".join(map(place, lines))
 
 
-def problem_figures(found: Problems) -> list[tuple[str, str, str]]:
-    """Returns the count, the minimum time of all runs, and the share of the total time, for each tuned problem."""
-    total = sum(row.least_s for row in found.tuned)
-    return [(str(row.count), seconds_text(row.least_s), f"{100 * row.least_s / total:.1f} %") for row in found.tuned]
-
-
 def describe_problems(row: ProblemCount) -> str:
     return f"{row.operation.name} {row.problem.brief()}"
 
@@ -56,12 +48,10 @@ def times(row: ProblemCount) -> str:
     return f"{row.count} times" if row.count > 1 else "once"
 
 
-def problem_notes(found: Problems) -> Iterator[str]:
+def _notes(found: Problems) -> Iterator[str]:
     """Yields notes on the counts and the times."""
-    if found.tuned:
+    if found.tuned or found.untuned:
         yield f"Times are roofline lower bounds for {found.hardware.kind}."
-    elif not found.left:
-        yield "The function makes no tuned call."
     if found.mesh:
         yield f"Problems are those of one device; XLA partitions the function over {found.mesh}."
     for each in found.left:
@@ -75,34 +65,29 @@ def problem_notes(found: Problems) -> Iterator[str]:
             yield ": ".join(filter(None, (problem_lines(loop.line for loop in loops if loop.line), f"{note}.")))
 
 
-def untuned_text(found: Problems) -> str:
-    """Returns the heading of the suggestions."""
-    return f"Not tuned, but could be{', before XLA partitions it' if found.mesh else ''}:"
-
-
-def suggestion_text(found: Suggestion) -> str:
-    """Returns ``model.py:41: softmax rows=2048 columns=32000, 3 times: tuned_softmax; 2.14x expected``."""
-    row = found.row
-    where = f"{problem_lines(row.lines)}: " if row.lines else ""
-    gain = f"; {found.gain:.2f}x expected" if found.gain is not None else ""
-    return f"{where}{describe_problems(row)}, {times(row)}: {found.call}{gain}"
-
-
 def problems_text(found: Problems) -> str:
     """Returns the full text: for each problem its figures, and below them the lines of the user's code."""
-    lines: list[str] = []
-    if found.tuned:
-        cells = [TABLE_HEAD, *problem_figures(found)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
-        lines.append(f"{heads[0]}problem")
-        for head, row in zip(heads[1:], found.tuned, strict=True):
-            below = " " * len(head)
-            lines += _folded(describe_problems(row), head, below) + _folded(problem_lines(row.lines), below, below)
-    lines += [line for note in problem_notes(found) for line in _folded(note)]
+    total = sum(row.least_s for row in (*found.tuned, *found.untuned))
+    lines = list(_table_lines(found.tuned, total))
+    if not found.tuned and not found.left:
+        lines.append("The function makes no tuned call.")
     if found.untuned:
-        lines.append(untuned_text(found))
-    return "\n".join(lines + [line for each in found.untuned for line in _folded(suggestion_text(each), "  ", "    ")])
+        lines.append("Not tuned; scheduler.optimize replaces these where kernels are faster:")
+        lines += _table_lines(found.untuned, total)
+    return "\n".join(lines + [line for note in _notes(found) for line in _folded(note)])
+
+
+def _table_lines(rows: Sequence[ProblemCount], total: float) -> Iterator[str]:
+    """Yields a table with the count, the minimum time of all runs, and its share of `total`, for each problem."""
+    cells = [("count", "at least", "share")] if rows else []
+    cells += [(str(row.count), seconds_text(row.least_s), f"{100 * row.least_s / total:.1f} %") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
+    yield from (f"{head}problem" for head in heads[:1])
+    for head, row in zip(heads[1:], rows, strict=True):
+        below = " " * len(head)
+        yield from _folded(describe_problems(row), head, below)
+        yield from _folded(problem_lines(row.lines), below, below)
 
 
 def _folded(text: str, first: str = "", others: str = "") -> list[str]:

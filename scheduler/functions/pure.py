@@ -145,16 +145,15 @@ class Change:
     entries: Mapping[Any, Packed | _Old]
 
     def write(self, container: Any, restored: Callable[[Packed], Any]) -> None:
-        old = _contents(container)
+        old, target = _contents(container), _target(container)
         new = {key: restored(x) if isinstance(x, Packed) else old[x.key] for key, x in self.entries.items()}
-        if isinstance(container, list):
-            container[:] = new.values()
-        elif isinstance(container, dict):
+        if isinstance(target, list):
+            target[:] = new.values()
+        elif isinstance(target, dict):
             for key in old.keys() - new.keys():
-                del container[key]
-            container.update(new)
+                del target[key]
+            target.update(new)
         else:
-            target = _target(container)
             for name in old.keys() - new.keys():
                 delattr(target, name)
             for name, x in new.items():
@@ -206,9 +205,10 @@ def _has_mutable_attributes(x: Any) -> bool:
 
 
 def _contents(container: Any) -> dict[Any, Any]:
-    if isinstance(container, list):
-        return dict(enumerate(container))
-    return dict(container if isinstance(container, dict) else vars(_target(container)))
+    target = _target(container)
+    if isinstance(target, list | tuple):
+        return dict(enumerate(target))
+    return dict(target if isinstance(target, dict) else vars(target))
 
 
 def _target(container: Any) -> Any:

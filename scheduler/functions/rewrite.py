@@ -124,21 +124,6 @@ def replacement_key(selected: Iterable[tuple[Operation[Any], Problem, Decision]]
     return fingerprint.digest((equations, calls))
 
 
-def listed_calls(jaxpr: Any, constants: Sequence[Any], platform: str) -> Any:
-    """Returns an open jaxpr with a tuned call in place of each region, whichever kernel is selected for it.
-
-    Args:
-      constants: for ``jaxpr.constvars``.
-      platform: for which other equations are changed, too.
-    """
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=dispatch.options(operation))
-
-    rewriter = Rewriter(lambda operation, problem: None, call, lambda region, calls: None, platform, last=True)
-    return fingerprint.opened_jaxpr(rewriter.rewrite(core.ClosedJaxpr(jaxpr, constants)).jaxpr)
-
-
 def rewrite(
     fn: Callable[..., Any], *, on_miss: OnMiss | None = None, backends: Backends | None = None
 ) -> RewrittenFunction:

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import Sharding
+
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
 from scheduler.functions import equations
@@ -43,7 +45,7 @@ class Found:
       count: how often one call of the function runs the region.
       line: the line of the user's code; None if unknown.
       reason: why the region is left alone; "" if it is replaced.
-      key: that of the replacement (`Rewriter`); "" if the region is left alone.
+      key: that of the replacement (`Rewriter`); "" if no kernel is selected for the region.
     """
 
     calls: tuple[tuple[Operation[Any], Problem], ...]
@@ -81,6 +83,11 @@ class Rewritten:
     @property
     def replaced(self) -> tuple[Found, ...]:
         return tuple(each for each in self.found if not each.reason)
+
+    @property
+    def dropped(self) -> tuple[Found, ...]:
+        """The regions that are left alone although kernels are selected for them."""
+        return tuple(each for each in self.found if each.reason and each.key)
 
     @property
     def left(self) -> Mapping[str, int]:
@@ -162,7 +169,10 @@ class Rewriter:
         return recognise.graph(jaxpr, {**constants, **known}, self._keeps)
 
     def _keeps(self, call: Any) -> bool:
-        """Returns whether a call stays one equation, so that its rules stay."""
+        """Returns whether a call stays one equation, so that its shardings and its rules stay."""
+        placed = (*call.params.get("in_shardings", ()), *call.params.get("out_shardings", ()))
+        if any(isinstance(x, Sharding) for x in placed):
+            return True
         if self._last:
             return call.primitive.name in _CHECKPOINTS
         return call.primitive.name in _WITH_RULES or derivative_rules.has_own_rule(call, at_ties=True)
@@ -248,15 +258,17 @@ class Rewriter:
                     continue
                 calls = tuple((stage.operation, stage.problem) for stage in each.stages)
                 tuned = [functools.partial(self._call, x.operation, x.problem, x.params) for x in each.stages]
+                key = ""
                 try:
                     reason = next((why for of, problem in calls if (why := self._unless(of, problem))), "")
+                    key = "" if reason else self._key(each)
                     if not reason and (wrong := _circular(each, made) or self._wrong(each, tuned, graph)):
                         reason = f"{operation.name}: {wrong}"
                 except SchedulerError:
                     raise
                 except Exception as error:  # any error of a kernel, compiler or device costs this region alone
                     reason = f"{operation.name}: its kernels failed: {_text(error)}"
-                self._found.append(Found(calls, count, line, reason, "" if reason else self._key(each)))
+                self._found.append(Found(calls, count, line, reason, key))
                 if not reason:
                     for number, stage in enumerate(each.stages):
                         inputs = tuple(x for before in each.stages[: number + 1] for x in before.inputs)

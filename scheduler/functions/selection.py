@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +12,13 @@ import jax
 from scheduler.core.errors import NoCandidate
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Decision, Options
-from scheduler.dispatch.primitive import tuned_call, tuned_call_p
-from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions, Shardings
-from scheduler.functions import equations
-from scheduler.functions.rewriting import Rewriter
-from search_spaces import jax_compat, lowering_compat, partitioning_compat
-from search_spaces.operation import MatchedEquation, Operation, Params
+from scheduler.dispatch.primitive import tuned_call
+from scheduler.dispatch.query_recorder import QueryRecorder, Shardings
+from scheduler.functions import posed_calls
+from scheduler.functions.automatic_axes import on_automatic_axes
+from search_spaces import lowering_compat, partitioning_compat
+from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-
-# A program that is compiled for its partitioning alone: no optimization, no autotuning, and no constant folding of
-# arrays that a function without arguments creates.
-PARTITIONING_ONLY: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_gpu_autotune_level": "0",
-    "xla_disable_hlo_passes": "constant_folding",
-}
 
 # The operation and the problem of a call, before XLA partitions it -> the queries of one device.
 Recorders = Mapping[tuple[Operation[Any], Problem], QueryRecorder]
@@ -83,18 +74,6 @@ class Selection:
         return [] if recorder is None else list(dict.fromkeys(recorder.shardings))
 
 
-def by_tuned_call(
-    operation: Operation[Any],
-    matched: MatchedEquation[Any],
-    options: Options,
-    placed: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
-) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that computes an equation by a tuned call. `placed` divides its operands over devices."""
-    params = Params(matched.params.items())
-    how = {"operation": operation, "problem": matched.problem, "params": params, "options": options}
-    return lambda *args: matched.restore(*tuned_call_p.bind(*placed(matched.operands(*args)), **how))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Partitioned:
     """The problems of one device in a function that XLA partitions.
@@ -121,7 +100,7 @@ class Partitioned:
         if recorder is None:
             raise NoCandidate("how XLA partitions it is not known")
         if not recorder.queries:
-            raise NoCandidate("; ".join(dict.fromkeys(recorder.not_recorded)) or "XLA removes it")
+            raise NoCandidate(recorder.reason)
         return list(dict.fromkeys(recorder.queries))
 
     def recorder(self, operation: Operation[Any], problem: Problem) -> QueryRecorder | None:
@@ -135,14 +114,19 @@ class Partitioned:
 
 
 def where(traced: Any, platform: str) -> Mapping[str, Any]:
-    """Returns where the result of a `jax.jit` trace runs, as arguments of `ablation.lower_with_kernels`."""
+    """Returns what is lowered and where it runs, as arguments of `lowering.lower_with_kernels`.
+
+    Args:
+      traced: The result of a `jax.jit` trace.
+      platform: The platform of the devices.
+    """
     if lowering_compat.device_count(traced.lower()) == 1:
-        return {"regions_on": platform}
-    # On explicit axes types have shardings, which replaced equations would have to keep. Processes would have to agree
-    # on the problems of one device.
-    if jax.process_count() > 1 or jax_compat.are_explicit(traced.jaxpr.in_avals):
-        return {}
-    return {"regions_on": platform, "partitioned": Partitioned(traced, platform)}
+        return {"traced": traced, "regions_on": platform}
+    try:
+        traced = lowering_compat.with_jaxpr(traced, on_automatic_axes(traced.jaxpr))
+    except NotImplementedError:
+        return {"traced": traced}
+    return {"traced": traced, "regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
 
 # The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced;
@@ -156,29 +140,8 @@ _REPLACED: tuple[Callable[[Operation[Any]], bool], ...] = (
 
 def _recorded(traced: Any, platform: str, replaces: Callable[[Operation[Any]], bool]) -> Recorders:
     recorders: dict[tuple[Operation[Any], Problem], QueryRecorder] = collections.defaultdict(QueryRecorder)
-
-    def options(operation: Operation[Any], problem: Problem) -> Options:
-        return RecordingOptions(recorder=recorders[operation, problem])
-
-    def call(operation: Operation[Any], problem: Problem, params: Any, *operands: Any) -> Any:
-        return tuned_call(operation, problem, *operands, params=params, options=options(operation, problem))
-
-    def unless(operation: Operation[Any], problem: Problem) -> str | None:
-        return None if replaces(operation) else "left alone"
-
-    rewriter = Rewriter(unless, call, lambda region, calls: None, platform, last=True)
-    traced = lowering_compat.with_jaxpr(traced, rewriter.rewrite(traced.jaxpr).jaxpr)
-    primitives = equations.operations_by_primitive().keys()
-    around = equations.layouts_around(traced.jaxpr, primitives)
-
-    def answer(primitive: Any, _: str, partitioned: bool, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        layout = around.get(equations.layout_key(primitive, avals, params))
-        posed = equations.match(primitive, avals, params, layout)
-        if isinstance(posed, str) or not partitioned:
-            return None
-        return by_tuned_call(*posed, options(posed[0], posed[1].problem))
-
-    answers = {primitive: functools.partial(answer, primitive) for primitive in primitives}
-    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,))
-    lowered.compile(compiler_options=PARTITIONING_ONLY)
+    jaxpr, _ = posed_calls.recorded(
+        posed_calls.with_regions(traced.jaxpr, platform, replaces), recorder_of=lambda *call: recorders[call]
+    )
+    lowering_compat.with_jaxpr(traced, jaxpr).lower().compile(compiler_options=posed_calls.PARTITIONING_ONLY)
     return recorders

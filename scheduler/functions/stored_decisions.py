@@ -21,11 +21,12 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code
 from scheduler.dispatch.stored import Times
-from scheduler.functions.ablation import Lowered, Replaced
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import FAILED
 from scheduler.functions.interleaved import Seconds
+from scheduler.functions.lowering import Lowered, Replaced
 from search_spaces import load, lowering_compat
+from search_spaces.space import as_choice
 
 # Longer programs are not stored: they hold large constants, and are lowered again.
 MOST_BYTES = 2**25
@@ -39,7 +40,7 @@ class Stored:
       kept, reason, date: The version that is used, why, and when it was decided.
       module: The program of the tuned version as base64 of compressed bytes; "" if it must be lowered again.
       refused: The keys of replacements that are not made in this version -> the reason.
-      shown: As in `Decided`: "replaced", "left", "changes", "groups" and what was measured.
+      shown: As in `Decided`: "replaced", "dropped", "left", "changes", "groups" and what was measured.
     """
 
     kept: str
@@ -58,20 +59,14 @@ class Stored:
         return zlib.decompress(base64.b64decode(self.module))
 
 
-def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Device], *others: object) -> str | None:
+def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Device], *others: object) -> str:
     """Returns the key of a decision: what the function computes, and all else on which its time or results depend.
-
-    None stands for a function under a plan, which decides in place of the store.
 
     Args:
       lowered: The plain function (`jax.stages.Lowered`), whose text has the shapes, shardings and donations.
       options: The options of its calls.
     """
-    selected = []
-    for each in options:
-        if each.plan is not None:
-            return None
-        selected.append((each.on_miss, sorted(each.backends or ()), each.target, each.loss_per_gain))
+    selected = [(each.on_miss, sorted(each.backends or ()), each.target, each.loss_per_gain) for each in options]
     chips = [hardware.detect(device).id for device in devices]
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     records = dispatch.user_cache().ask(lambda store: store.state())  # of which the kernels are selected
@@ -89,7 +84,7 @@ def find(key: str) -> Stored | None:
     shown = dict(found.shown)
     shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
     shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
-    shown["replaced"] = tuple(map(_replaced, shown["replaced"]))
+    shown |= {name: tuple(map(_replaced, shown[name])) for name in ("replaced", "dropped")}
     return dataclasses.replace(found, shown=shown)
 
 
@@ -114,7 +109,7 @@ def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
         datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         base64.b64encode(zlib.compress(module, 1)).decode() if module and len(module) <= MOST_BYTES else "",
         lowered.refused,
-        shown | {"replaced": [_replaced_fields(each) for each in decision.replaced]},
+        shown | {name: [*map(_replaced_fields, getattr(decision, name))] for name in ("replaced", "dropped")},
     )
     text = json.dumps(dataclasses.asdict(stored))
     dispatch.user_cache().put_decision(key, f"{_digest(key, text)} {text}")
@@ -136,8 +131,8 @@ def _replaced_fields(replaced: Replaced) -> dict[str, Any]:
 
 def _replaced(fields: Mapping[str, Any]) -> Replaced:
     problem = load(fields["operation"]).problem.from_canonical(fields["problem"])
-    own = {**fields, "keys": tuple(fields["keys"]), "problem": problem}
-    return Replaced(**{**own, "alone": fields["alone"] and Times(*fields["alone"])})
+    own = {name: as_choice(value) for name, value in fields.items()}
+    return Replaced(**{**own, "problem": problem, "alone": fields["alone"] and Times(*fields["alone"])})
 
 
 @functools.cache

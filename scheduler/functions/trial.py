@@ -15,24 +15,25 @@ import jax.numpy as jnp
 from scheduler.core import hardware, text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
+from scheduler.core.plan import Plan
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import OnMiss, Options
-from scheduler.functions import ablation, comparison, decided, interleaved, selection, stored_decisions
-from scheduler.functions.ablation import Lowered, Run
+from scheduler.functions import comparison, decided, interleaved, lowering, selection, stored_decisions
 from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
-from scheduler.functions.keeping import Keeping, Version
+from scheduler.functions.keeping import Keeping, Run, Version
+from scheduler.functions.lowering import Lowered
 from scheduler.functions.noise import with_noise
-from scheduler.functions.rewrite import Refuses
+from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons
 
 # The policies for a version without some kernels. Products within a region that is left out may have no record: they
 # stay with XLA, too, so nothing is searched for them, and no miss is an error.
-_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "learn": "model", "error": "xla"}
+_WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "error": "xla"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,7 @@ class Trial:
     def _decide(self) -> Decided:
         self.status.step("tracing")
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        several = jax.process_count() > 1
-        if several and any(options.plan is None for options in self.options.values()):
+        if self._plan is None and jax.process_count() > 1:
             return self._decision(decided.SEVERAL_PROCESSES)
         if effects := getattr(traced.jaxpr, "effects", ()):
             kinds = ", ".join(sorted({type(effect).__name__ for effect in effects}))
@@ -82,19 +82,19 @@ class Trial:
             )
         try:
             self.status.step("selecting kernels")
+            if self._plan is not None:
+                return self._by_plan(self._planned(self._plan))
             if self._on_a_cpu_by_default():
-                lowered = ablation.lower_with_kernels(traced, self.options)
+                lowered = lowering.lower_with_kernels(traced, self.options)
                 if not lowered.replaced:
                     left = {decided.LEFT_ON_A_CPU: sum(lowered.left.values())} if lowered.left else {}
                     return self._decision(decided.NONE_ON_A_CPU, dataclasses.replace(lowered, left=left))
-            key = None if several else self._key(traced)
-            if key is not None and (found := self._recalled(key, traced)) is not None:
+            key = self._key(traced)
+            if (found := self._recalled(key, traced)) is not None:
                 return found
-            lowered, compiled, noisy = self._compiled(traced, compared=not several)
+            lowered, compiled, noisy = self._compiled(traced)
             if compiled is None:
                 return self._stored(key, traced, lowered, self._decision(decided.NOTHING_REPLACED, lowered))
-            if several:
-                return self._uses(decided.PLANNED, lowered, compiled)
             return self._try_both(key, lowered, compiled, noisy, traced)
         except SchedulerError:
             raise
@@ -104,25 +104,42 @@ class Trial:
 
     @comparisons()
     def lower(self) -> Any:
-        """Lowers the version with all kernels (`jax.stages.Lowered`)."""
-        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return ablation.lower_with_kernels(traced, self.options, **self._where).lowered
+        """Lowers the version with all kernels, or with those of the plan (`jax.stages.Lowered`)."""
+        if self._plan is not None:
+            return self._planned(self._plan).lowered
+        return lowering.lower_with_kernels(options=self.options, **self._where).lowered
+
+    @property
+    def _plan(self) -> Plan | None:
+        force = next(iter(self.options.values())).plan
+        return None if force is None else force.plan
+
+    def _planned(self, plan: Plan) -> Lowered:
+        """Lowers the version with the kernels and changes of a plan, which was compared and timed when it was made."""
+        unplanned = {} if plan.changes else {OTHER_CHANGES: "the plan makes none"}
+        return self._lowered_without(unplanned.get)
+
+    def _by_plan(self, lowered: Lowered) -> Decided:
+        if not lowered.replaced and not lowered.changes:
+            return self._decision(decided.NOT_PLANNED, lowered)
+        self.status.step("compiling the version of the plan")
+        return self._uses(decided.PLANNED, lowered, lowered.lowered.compile())
 
     def _on_a_cpu_by_default(self) -> bool:
-        """Returns whether only a record can name a kernel: on a CPU, without backends or a plan."""
-        named = any(each.backends is not None or each.plan is not None for each in self.options.values())
+        """Returns whether only a record can name a kernel: on a CPU, without backends."""
+        named = any(each.backends is not None for each in self.options.values())
         return not named and self._devices()[0].platform == CPU.platform
 
     @functools.cached_property
     def _where(self) -> Mapping[str, Any]:
-        """Where the call runs, as arguments of `ablation.lower_with_kernels`."""
+        """What is lowered and where it runs, as arguments of `lowering.lower_with_kernels`."""
         traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
         return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
 
-    def _key(self, traced: Any) -> str | None:
+    def _key(self, traced: Any) -> str:
         return stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
 
     def _recalled(self, key: str, traced: Any) -> Decided | None:
@@ -139,45 +156,42 @@ class Trial:
                 known.load_kernels()
                 compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
             elif known.kept == "tuned":
-                compiled = self._lowered_without(traced, known.refused.get).lowered.compile()
+                compiled = self._lowered_without(known.refused.get).lowered.compile()
         except Exception:  # whatever fails is left out when the function is decided again
             return None
         reason = f"{known.reason} (decided on {known.date})"
-        return Decided(self.function, self.given.text(), compiled, reason, **known.shown)
+        return self._decided(reason, compiled, **known.shown)
 
-    def _lowered_without(self, traced: Any, refuses: Refuses) -> Lowered:
+    def _lowered_without(self, refuses: Refuses) -> Lowered:
         """Lowers the version without what is refused. Nothing is compared or searched."""
         options = {
             name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
-        return ablation.lower_with_kernels(traced, options, **self._where, refuses=refuses, compared=False)
+        return lowering.lower_with_kernels(options=options, **self._where, refuses=refuses, compared=False)
 
-    def _compiled(self, traced: Any, *, compared: bool) -> tuple[Lowered, Any, Any]:
+    def _compiled(self, traced: Any) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
 
         Returns:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
-          leaves of the arguments. None stands for versions that are not needed.
+          leaves of the arguments. None stands for both if nothing is replaced or changed.
         """
         refused = dict[str, str]()
         options = without_autotuning(jax.default_backend())
-        lower = functools.partial(ablation.lower_with_kernels, traced, self.options, **self._where)
-        if not compared:
-            lowered = lower()
-            return lowered, lowered.lowered.compile() if lowered.replaced or lowered.changes else None, None
+        lower = functools.partial(lowering.lower_with_kernels, options=self.options, **self._where)
         noisy, in_place = None, None
         # XLA compiles without the interpreter's lock, on several cores each. Some are left for what is lowered here.
         with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as beside:
             while True:
-                in_place = InPlace(in_place)
+                in_place = InPlace(lowering_compat.device_count(traced.lower()), in_place)
                 observed = lower(refuses=refused.get, in_place=in_place, compared=False)
                 if not observed.replaced and not observed.changes:
                     return observed, None, None
                 if noisy is None:
                     beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
                     products = comparison.products_rounding(each.problem for each in observed.replaced)
-                    noisy_version = jax.jit(with_noise(traced.jaxpr, products), compiler_options=options)
+                    noisy_version = jax.jit(with_noise(self._where["traced"].jaxpr, products), compiler_options=options)
                     noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
                 failed = None
@@ -204,7 +218,7 @@ class Trial:
                 refused |= wrong
                 self.status.step("selecting kernels")
 
-    def _try_both(self, key: str | None, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
+    def _try_both(self, key: str, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
         donated = _donated(traced)
 
         def plain() -> Any:
@@ -235,8 +249,7 @@ class Trial:
         if self.seconds is None:
             return self._stored(key, traced, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
         time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
-        lower = functools.partial(self._lowered_without, traced)
-        kept = Keeping(plain, with_noise, lower, calling, time, self.status.step).fastest(everything)
+        kept = Keeping(plain, with_noise, self._lowered_without, calling, time, self.status.step).fastest(everything)
         lowered, compiled = kept.version.lowered, kept.version.compiled
         measured |= {"plain": kept.plain, "tuned": kept.tuned, "tuned_bytes": kept.version.peak_bytes}
         measured["groups"] = kept.groups
@@ -247,19 +260,21 @@ class Trial:
         reason = f"{decided.XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
         return self._stored(key, traced, lowered, self._decision(reason, lowered, **measured))
 
-    def _stored(self, key: str | None, traced: Any, lowered: Lowered, decision: Decided) -> Decided:
+    def _stored(self, key: str, traced: Any, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
-        if key is not None:
-            stored_decisions.put(key, lowered, traced.lower(), decision)
+        stored_decisions.put(key, lowered, traced.lower(), decision)
         return decision
 
     def _plain(self, given: Arguments) -> Any:
         return self.jitted(*given.args, **given.kwargs)
 
     def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
-        replaced, left = (lowered.replaced, lowered.left) if lowered else ((), {})
-        changes = lowered.changes if lowered else ()
-        return Decided(self.function, self.given.text(), compiled, reason, replaced, left, changes=changes, **measured)
+        if lowered is not None:
+            measured |= {name: getattr(lowered, name) for name in ("replaced", "dropped", "left", "changes")}
+        return self._decided(reason, compiled, **measured)
+
+    def _decided(self, reason: str, compiled: Any, **shown: Any) -> Decided:
+        return Decided(self.function, self.given.text(), compiled, reason, device=self._devices()[0], **shown)
 
     def _uses(self, gain: str, lowered: Lowered, compiled: Any, **measured: Any) -> Decided:
         used = decided.used_text(lowered.replaced, lowered.changes)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from scheduler.core import codec, hardware
 from scheduler.core.errors import SchedulerError, StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.neighbours import is_range, range_from_text, range_to_text
 from scheduler.core.records import Entry, Key, Record, choice_text
 from scheduler.core.text import seconds_text
 from scheduler.inspect.explain import without_prediction
@@ -54,7 +53,7 @@ class Finding:
 
 
 def check_file(path: Path) -> tuple[int, list[Finding]]:
-    """Returns the number of records and ranges in a file, and the findings, at most one per kind and record.
+    """Returns the number of records in a file, and the findings, at most one per kind and record.
 
     Raises:
       StoreError: the file cannot be read.
@@ -65,9 +64,6 @@ def check_file(path: Path) -> tuple[int, list[Finding]]:
     findings: list[Finding] = []
     for number, line in lines:
         try:
-            if is_range(line):
-                _require_canonical(line, range_to_text(range_from_text(line)))
-                continue
             record = codec.record_from_text(line)
             if (first := first_line.setdefault(record.key, number)) != number:
                 raise ValueError(f"a second record of {record.key}; the first is line {first}: keep one")
@@ -85,21 +81,16 @@ def check_file(path: Path) -> tuple[int, list[Finding]]:
 
 
 def check_directory(directory: Path) -> None:
-    """Checks the files of a directory together, and its ranges, constants and index.
+    """Checks the files of a directory together, and its constants and index.
 
     Raises:
-      StoreError: two files have the same key; ranges or constants are invalid; or ``index.json``, if there is one, does
-        not describe the files.
+      StoreError: two files have the same key; constants are invalid; or ``index.json``, if there is one, does not
+        describe the files.
     """
-    text_files.read_records(directory), text_files.read_ranges(directory), text_files.read_calibrations(directory)
+    text_files.read_records(directory), text_files.read_calibrations(directory)
     place = directory / sources.INDEX
     if place.exists() and sources.read(str(place)).text() != sources.index_text(directory):
         raise StoreError(f"{place} does not describe the files: run tile-scheduler export {directory} --index")
-
-
-def _require_canonical(line: str, text: str) -> None:
-    if line != text:
-        raise ValueError("the text differs from what export writes: export the record again, and do not edit it")
 
 
 def _key_parts(record: Record) -> tuple[Operation[Any], Problem, Hardware]:
@@ -116,7 +107,8 @@ def _key_parts(record: Record) -> tuple[Operation[Any], Problem, Hardware]:
 def _require_schema(line: str, record: Record) -> None:
     if record.imported is not None:
         raise ValueError("it has the mark of an import: export it, which removes the mark")
-    _require_canonical(line, codec.record_to_text(record))
+    if line != codec.record_to_text(record):
+        raise ValueError("the text differs from what export writes: export the record again, and do not edit it")
     for entry in record.entries:
         times = entry.measurement
         if entry.backend not in record.versions:

@@ -139,21 +139,11 @@ def last_words(process: subprocess.Popen[bytes] | Forked, said: IO[bytes]) -> st
 # The side of the started process.
 
 
-_is_worker = False
-
-
-def is_worker() -> bool:
-    """Whether `start` started this process, or a process that forked it."""
-    return _is_worker
-
-
 def channel_to_parent() -> socket.socket:
     """Returns the channel of a process that `start` started, and makes this process die with its parent.
 
     Children of this process do not inherit the channel.
     """
-    global _is_worker
-    _is_worker = True
     end, parent = map(int, sys.argv[-2:])
     _die_with(parent)
     os.set_inheritable(end, False)

@@ -205,11 +205,6 @@ class Gpu:
         result = subprocess.run(command, env=os.environ | self.variables, capture_output=True, text=True, check=False)
         return None if result.returncode else Target("cuda", **json.loads(result.stdout))
 
-    def utilization(self) -> int | None:
-        """Returns for what share of the driver's last sampling period kernels ran, in percent; None if unknown."""
-        found = query_driver("utilization.gpu", self.index)
-        return int(found[0][0]) if len(found) == 1 and found[0][0].isdecimal() else None
-
     def others(self, own: Collection[int]) -> int:
         """Returns how many processes other than those with the ids `own` compute on this GPU."""
         smi = shutil.which("nvidia-smi")

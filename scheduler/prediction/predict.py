@@ -39,6 +39,9 @@ from search_spaces.space import Columns
 TIE = 1.02
 # How many predictions are searched for the first schedule of a measured variant.
 PASSED_OVER = 1000
+# The distance, in doublings, up to which the winner of a tuned problem is used without estimating the chance of a gain:
+# half of the largest distance between two points of a tuned range (`task.points`).
+SERVED = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +251,10 @@ class Answer:
       neighbour: the similar problem with the record that corrects the model; "" if there was none.
       ranked: False if the kernel declares no footprint. Its time is then unknown, and `predicted_s` is the library's
         time.
-      source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
+      source: "record" if the problem itself was measured.
       faster: the probability that the best kernel is faster than `otherwise`, from the expected errors of both times;
-        None if the problem was measured, or no kernel can be used.
-      precedence: the largest `Record.precedence` of the record, or of the records at the points of the range.
+        None if the problem or a near one (`SERVED`) was measured, or no kernel can be used.
+      precedence: the `Record.precedence` of that record.
       loss_per_gain: the expected loss of the best kernel over its expected gain; None like `faster`.
     """
 
@@ -262,7 +265,7 @@ class Answer:
     reason: str
     neighbour: str = ""
     ranked: bool = True
-    source: Literal["record", "range", "model"] = "model"
+    source: Literal["record", "model"] = "model"
     faster: float | None = None
     precedence: int = 0
     otherwise: str = ""
@@ -311,6 +314,9 @@ def predict(
     problems. If `backends` excludes XLA, the best prediction is selected; a kernel without a verified schedule may then
     use an unverified one.
 
+    If a problem at most `SERVED` doublings away was tuned on this chip, its winner is selected, if it is legal here and
+    not predicted to be slower than the library.
+
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
     constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that
     record is preferred here if it is legal and the model predicts no larger loss for it than it did there.
@@ -338,6 +344,8 @@ def predict(
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
         return measured
+    if (tuned := _tuned_near(operation, problem, hardware, near, allowed, fitted)) is not None:
+        return tuned
     vendors: list[Choice] = []
     found: Choice | None = None
     refused: dict[str, str] = {}
@@ -441,6 +449,57 @@ def _measured(
         reason = f"{record.origin} on {record.environment.date[:10]}{gain}"
         return Answer(
             entry.backend, entry.schedule, ours_s, library_s, reason, source="record", precedence=record.precedence
+        )
+    return None
+
+
+def _tuned_near(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    near: Iterable[Neighbour],
+    allowed: frozenset[str],
+    fitted: Mapping[str, Calibration],
+) -> Answer | None:
+    """Returns the answer of the nearest problem that was tuned on this chip, or None if none applies.
+
+    One applies within `SERVED`, if its winner is legal for `problem`, verified for it if it was for that problem, and
+    not predicted to be slower than the library. Both times are those of the record, scaled by the model.
+    """
+    library = operation.library
+    for neighbour in near:
+        if neighbour.hardware != hardware or neighbour.doublings > SERVED:
+            continue
+        problems, record = (neighbour.problem, problem), neighbour.record
+        entry = recheck(operation, neighbour.problem, hardware, record, backends=allowed)
+        if isinstance(entry, str) or illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
+            continue
+        there, here = (is_verified(operation.kernel(entry.backend), p, hardware, entry.schedule) for p in problems)
+        if there and not here:
+            continue
+        seconds = []
+        for each in (entry, record.library_entry or entry):
+            kernel = operation.kernel(each.backend)
+            model = model_of(operation, kernel, hardware, found=fitted)
+            before_s, now_s = (modelled_s(kernel, p, hardware, model, each.schedule) for p in problems)
+            scale = now_s / before_s if before_s is not None and now_s is not None else 1.0
+            seconds.append(each.measurement.median_s * scale)
+        ours_s, library_s = seconds
+        if library.backend in allowed and ours_s > library_s:
+            continue
+        reason = f"{record.origin} at {neighbour.problem}, {neighbour.doublings:.1f} doublings away"
+        if entry.backend != library.backend:
+            reason += f"; {library_s / ours_s:.2f}x the library's speed is predicted here"
+        return Answer(
+            entry.backend,
+            entry.schedule,
+            ours_s,
+            library_s,
+            reason,
+            str(neighbour.problem),
+            precedence=record.precedence,
+            otherwise=library.backend,
+            otherwise_s=library_s,
         )
     return None
 

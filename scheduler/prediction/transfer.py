@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.core.arguments import allowed_backends
+from scheduler.core.errors import MalformedRecord
 from scheduler.core.fingerprints import Tracer, changed
-from scheduler.core.hardware import Hardware, identified
+from scheduler.core.hardware import Hardware, identified, siblings
 from scheduler.core.neighbours import Near
-from scheduler.core.records import Entry, Record
+from scheduler.core.records import Entry, Record, key_of
 from scheduler.model.pruning import illegal, is_verified
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.store.store import Store
 
 # The maximum distance, in doublings of all sizes together, at which a problem's winner is worth a trial.
 WORTH_A_TRIAL = 3.0
@@ -150,6 +155,35 @@ def nearest(
         if 0 < doublings <= within:
             found.append(Neighbour(other, record, doublings, chip))
     return sorted(found, key=lambda near: (near.doublings, near.record.key.problem))[:most]
+
+
+def telling_records(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> list[Record]:
+    """Returns the records of one store for a prediction: of the problem itself, and of the most similar problems.
+
+    Without a record of a similar problem on this chip, those of the problem and of similar ones on a sibling are
+    included. Malformed records are skipped.
+
+    Raises:
+      StoreError: the store cannot be read.
+    """
+    similar = _similar(store, operation, problem, hardware)
+    for chip in siblings(hardware):
+        if similar:
+            break
+        similar = [*_own(store, operation, problem, chip), *_similar(store, operation, problem, chip)]
+    return [*_own(store, operation, problem, hardware), *similar]
+
+
+def _similar(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> list[Record]:
+    question = near(operation, problem, hardware, within=TELLING)
+    return store.nearest(question, estimated=False) or store.nearest(question, estimated=True)
+
+
+def _own(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> list[Record]:
+    with contextlib.suppress(MalformedRecord):  # a direct request for this record reports the error
+        if (record := store.get(key_of(operation, problem, hardware))) is not None:
+            return [record]
+    return []
 
 
 # ------------------------------------------------------------------------------

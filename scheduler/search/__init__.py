@@ -1,1 +1,1 @@
-"""Searches for the fastest schedules on the device: one problem, ranges of problems, and jobs of many problems."""
+"""Searches for the fastest schedules on the device: one problem, and jobs of many problems."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from scheduler.core.arguments import allowed_backends
@@ -11,8 +12,8 @@ from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import L2, Key, Measurement, Point, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
-from scheduler.prediction.between import Evidence, answer, merged, read
-from scheduler.prediction.transfer import WORTH_A_TRIAL, near, recheck
+from scheduler.prediction.predict import predict
+from scheduler.prediction.transfer import WORTH_A_TRIAL, near, recheck, telling_records
 from scheduler.search.task import Baseline, Task
 from scheduler.search.trials import TrialStore
 from scheduler.store.store import Store, shipped
@@ -20,9 +21,10 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 
-def stored_evidence(task: Task, hardware: Hardware, store: Store) -> Evidence:
-    """Returns the stored evidence for a problem, the user's before the shipped. An unreadable store is skipped."""
-    found: list[Evidence] = []
+def stored_evidence(task: Task, hardware: Hardware, store: Store) -> list[Record]:
+    """Returns the stored records for a prediction of a problem, the user's before the shipped. An unreadable store is
+    skipped."""
+    found: list[Record] = []
     with contextlib.ExitStack() as stack:
         stores = [store]
         with contextlib.suppress(StoreError):
@@ -30,24 +32,19 @@ def stored_evidence(task: Task, hardware: Hardware, store: Store) -> Evidence:
                 stores.append(stack.enter_context(contextlib.closing(other)))
         for each in stores:
             with contextlib.suppress(StoreError):  # the search issues the warning
-                found.append(read(each, task.operation, task.problem, hardware))
-    return merged(found)
+                found += telling_records(each, task.operation, task.problem, hardware)
+    return found
 
 
-def baseline_of(task: Task, hardware: Hardware, evidence: Evidence, record: Record, store: Store) -> Baseline | None:
-    """Returns the schedule that calls selected from the earlier evidence `evidence`, with its time: the baseline.
+def baseline_of(
+    task: Task, hardware: Hardware, evidence: Sequence[Record], record: Record, store: Store
+) -> Baseline | None:
+    """Returns the schedule that calls selected from the earlier records `evidence`, with its time: the baseline.
 
     Returns None if no schedule could be selected.
     """
     try:
-        found = answer(
-            task.operation,
-            task.problem,
-            hardware,
-            backends=task.backends,
-            records=evidence.records,
-            ranges=evidence.ranges,
-        )
+        found = predict(task.operation, task.problem, hardware, backends=task.backends, records=evidence)
     except NoCandidate:
         return None
     trials: list[Trial] = []
@@ -76,13 +73,12 @@ def is_current(
     *,
     backends: frozenset[str] | None = None,
     l2: L2 = "cold",
-    brief: bool = False,
     tracer: Tracer | None = None,
 ) -> Record | str:
     """Returns the record in `store` that makes a search unnecessary, or why one is needed; "" if there is no record.
 
-    Such a record is valid (`recheck`) and was measured under the requested conditions. A record of a brief search
-    counts only if `brief` is set. Each requested backend that still supports the problem must have run.
+    Such a record is valid (`recheck`) and was measured under the requested conditions. Each requested backend that
+    still supports the problem must have run.
     """
     try:
         record = store.get(key_of(operation, problem, hardware))
@@ -90,7 +86,7 @@ def is_current(
         return str(error)
     if record is None:
         return ""
-    if reason := stale_reason(operation, problem, hardware, record, backends, l2, brief=brief, tracer=tracer):
+    if reason := stale_reason(operation, problem, hardware, record, backends, l2, tracer=tracer):
         return reason
     required = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
@@ -138,7 +134,6 @@ def stale_reason(
     backends: frozenset[str] | None,
     l2: L2,
     *,
-    brief: bool = False,
     tracer: Tracer | None = None,
 ) -> str | None:
     """Returns why a record does not satisfy the request, or None if it does."""
@@ -152,8 +147,6 @@ def stale_reason(
     _, found = timing_conditions(problem, hardware, l2)
     if not entry.measurement.estimated and entry.measurement.l2 != found:
         return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
-    if record.brief and not brief:
-        return "only a few schedules were tried, while learning or between two points of a range"
     return None
 
 

@@ -152,8 +152,6 @@ class DeviceExecutor:
                 l2=options.l2,
                 store=store,
                 progress=progress,
-                first=task.first,
-                brief=task.brief,
             )
         except WorkerError as error:
             ended = self._runner is not runner and not self._closed  # by another search, after the device was lost

@@ -18,8 +18,7 @@ from scheduler.core.progress import JobPace, JobProgress, Progress
 from scheduler.core.records import Entry, Key, Record, key_of
 from scheduler.search.baseline import baseline_of, is_current, stored_evidence
 from scheduler.search.job_queue import Executor, Queue, Queued, expected_s
-from scheduler.search.ranges import RangeRun
-from scheduler.search.task import RangeTask, Result, SearchOptions, Task
+from scheduler.search.task import Result, SearchOptions, Task
 from scheduler.store.lease import Lease, LeaseWatcher, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.space import DeclarationError
@@ -63,14 +62,14 @@ class JobRun:
     """A running job. One thread per executor calls `serve`. Another thread reads `events`, until one None per executor.
 
     Args:
-      tasks: problems and ranges.
+      tasks: the problems.
       pace: is notified of searches that start and end.
       in_order, bound: as in `jobs.run`.
     """
 
     def __init__(
         self,
-        tasks: Sequence[Task | RangeTask],
+        tasks: Sequence[Task],
         executors: Sequence[Executor],
         store: Store,
         options: SearchOptions,
@@ -88,11 +87,8 @@ class JobRun:
         # The lanes of an executor take problems one at a time, after the previous one has reserved its device memory.
         # The device is thus shared in the order of the queue.
         self._entry_locks = {executor: threading.Lock() for executor in executors}
-        self._lock = threading.Lock()  # guards the next six attributes
+        self._lock = threading.Lock()  # guards the next three attributes
         self._pace = pace
-        self._range_of: dict[int, RangeRun] = {}  # id of a task -> the range that it belongs to
-        self._new: list[Queued] = []  # searches to append to the queue
-        self._sort = False  # longest first
         self._first: Executor | None = None  # that opened: it determines the chip
         self._refusals: list[str] = []
 
@@ -143,62 +139,33 @@ class JobRun:
         with self._lock:
             if self._first is None:
                 self._first = executor
-                for task in self._tasks:
-                    if isinstance(task, RangeTask):
-                        run = RangeRun(task, self._options, executor.hardware, self._store)
-                        self._add_round(run, run.begin())
-                    else:
-                        self._add(task, executor)
-                self._sort = not self._in_order and (len(self._executors) > 1 or executor.searches > 1)
-                self._put()
+                searches = [search for task in self._tasks if (search := self._queued(task, executor)) is not None]
+                if not self._in_order and (len(self._executors) > 1 or executor.searches > 1):
+                    searches.sort(key=lambda search: search.expected_s, reverse=True)
+                self._queue.put(searches)
             elif self._first.hardware.id != executor.hardware.id:
                 raise WorkerError(f"it is {executor.hardware.id}, and the job is tuned for {self._first.hardware.id}")
             self._pace.lanes += executor.searches
         self._queue.opened(executor)
 
-    def _put(self) -> None:
-        """Moves new searches into the queue."""
-        searches, self._new = self._new, []
-        if self._sort:
-            searches.sort(key=lambda search: search.expected_s, reverse=True)
-        self._queue.put(searches)
-
-    def _add_round(self, run: RangeRun, tasks: Sequence[Task]) -> None:
-        """Adds the next tasks of a range, or reports its result."""
-        assert self._first is not None
-        self._pace.add_problems(len(tasks))
-        self._pace.expect_more(run, *run.estimate_rest())
-        self._range_of.update((id(task), run) for task in tasks)
-        for task in tasks:
-            self._add(task, self._first)
-        if run.result is not None and not tasks:
-            self._report(run.result)
-
-    def _add(self, task: Task, executor: Executor) -> None:
-        """Queues the task, or reports its result at once if a valid record exists or the task cannot be searched."""
+    def _queued(self, task: Task, executor: Executor) -> Queued | None:
+        """Returns the search of a task; reports its result if a valid record exists or the task cannot be searched."""
         hardware = executor.hardware
         try:
             current = self._current_record(task, executor)
             if isinstance(current, Record) and not self._options.searches_known:
                 self._report(_known(task, current, hardware))
-                return
+                return None
             search = Queued(task, expected_s(task, hardware), current)
         except (SchedulerError, DeclarationError) as error:
             self._report(Result(task, "failed", str(error), hardware))
-            return
+            return None
         self._pace.expect(search, search.expected_s)
-        self._new.append(search)
+        return search
 
     def _report(self, result: Result, search: Queued | None = None) -> None:
         self._pace.end(search, searched=result.state == "tuned")
         self.events.put(result)
-        if isinstance(result.task, Task):
-            self._continue_range(result.task, result)
-
-    def _continue_range(self, task: Task, result: Result | None) -> None:
-        """Continues the range that the task belongs to, if there is one."""
-        if (run := self._range_of.pop(id(task), None)) is not None:
-            self._add_round(run, run.ended(task, result))
 
     def _remove_executor(self, executor: Executor, error: SchedulerError) -> None:
         """Removes an executor. If it was the last one, the waiting tasks fail; if none ever opened, the job fails."""
@@ -207,13 +174,10 @@ class JobRun:
             if self._first is None and len(self._refusals) == len(self._executors):
                 raise error if len(self._executors) == 1 else WorkerError("; ".join(self._refusals))
             self.events.put(Lost(executor.name, str(error)))
-            left = self._queue.remove_executor(executor)
             hardware = None if self._first is None else self._first.hardware
-            while left:
-                for search in left:
-                    reason = f"no executor is left to search it ({'; '.join(self._refusals)})"
-                    self._report(Result(search.task, "failed", reason, hardware), search)
-                left, self._new = self._new, []  # nor can the next tasks of ranges be searched
+            for search in self._queue.remove_executor(executor):
+                reason = f"no executor is left to search it ({'; '.join(self._refusals)})"
+                self._report(Result(search.task, "failed", reason, hardware), search)
 
     def _lane(self, executor: Executor) -> str:
         """Runs searches at an open executor. Returns "" when none is left, or the reason why the executor was lost."""
@@ -259,10 +223,8 @@ class JobRun:
         with self._lock:
             if result is None:
                 self._pace.end(search, searched=False)
-                self._continue_range(search.task, None)
             else:
                 self._report(result, search)
-            self._put()
         self._queue.done(executor)
 
     def _result(
@@ -331,7 +293,6 @@ class JobRun:
             self._store,
             backends=task.backends,
             l2=self._options.l2,
-            brief=task.brief,
             tracer=executor.tracer(task),
         )
 

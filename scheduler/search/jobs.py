@@ -1,4 +1,4 @@
-"""Offline tuning jobs: a list of problems and ranges, each searched once. A failed task does not stop the others."""
+"""Offline tuning jobs: a list of problems, each searched once. A failed task does not stop the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_queue import DeviceExecutor, Executor
 from scheduler.search.job_run import JobRun, Lost, Step
 from scheduler.search.named_samplers import MODEL, Sampler
-from scheduler.search.task import Malformed, RangeTask, Result, SearchOptions, Task, ends_of, trials, value_text
+from scheduler.search.task import Malformed, Result, SearchOptions, Task, problems_of, trials, value_text
 from scheduler.store.store import Store
 from search_spaces import load, load_known
 from search_spaces.operation import Operation
@@ -30,14 +30,15 @@ from search_spaces.space import unknown
 T = TypeVar("T")
 
 
-def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malformed]:
+def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
     """Parses the tasks of a job written in TOML.
 
     Top-level keys are `operation` (a name; ``package.module:NAME`` or ``file.py:NAME`` only if `own` contains it) and
     the settings shared by all problems: `budget` or `effort`, `seconds`, `backends` (comma-separated names, or
     "pallas"), and a table `[fields]`. Each `[[problem]]` table has the problem's fields, and may override `operation`,
     `budget`, `effort`, `seconds` or `backends`. It may also have `count`, the number of calls with this problem in a
-    function, unless the problem has a field of that name. One extent may be a range, ``m = [1, 8192]``.
+    function, unless the problem has a field of that name. One extent may be a range, ``m = [1, 8192]``: a task for each
+    of its `task.points`.
 
     Raises:
       ValueError: the text is not TOML, or a shared setting is invalid. A single invalid problem becomes `Malformed`
@@ -60,7 +61,7 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
     if not isinstance(fields, dict):
         raise ValueError(f"[fields] of a job must be a table, found {fields!r}")
     _require_shared(job, fields, problems, own)
-    return [_task(job, fields, table, own) for table in problems]
+    return [task for table in problems for task in _tasks(job, fields, table, own)]
 
 
 def _require_shared(
@@ -135,7 +136,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
 
 
 def run(
-    tasks: Iterable[Task | RangeTask | Malformed],
+    tasks: Iterable[Task | Malformed],
     executors: Sequence[Executor] | None = None,
     *,
     store: Store,
@@ -159,9 +160,6 @@ def run(
 
     If an executor is lost, its problem is retried once, by another executor if there is one. An executor that can be
     restarted gets a second chance.
-
-    The searches of a range are yielded as they end, like those of single problems; the range's own result comes last
-    (`RangeRun`).
 
     Args:
       executors: where problems are tuned, all with the same kind of chip; closed at the end.
@@ -240,9 +238,9 @@ def _results(job: JobRun, serving: int, progress: Callable[[Step], None] | None)
 _SETTINGS = ("operation", "budget", "effort", "seconds", "backends")
 
 
-def _task(
+def _tasks(
     job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], own_names: Sequence[str]
-) -> Task | RangeTask | Malformed:
+) -> Sequence[Task | Malformed]:
     settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
     own = {name: value for name, value in table.items() if name not in _SETTINGS}
     text = " ".join(f"{name}={value}" for name, value in own.items())
@@ -258,7 +256,7 @@ def _task(
         for field in (both := {**fields, **own}):
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
-        return task_of(
+        return tasks_of(
             operation,
             {field: value_text(field, value) for field, value in both.items()},
             budget=trials(*_budget_and_effort(job, table)),
@@ -267,7 +265,7 @@ def _task(
             count=count,
         )
     except (TypeError, ValueError) as error:
-        return Malformed(text, str(error))
+        return [Malformed(text, str(error))]
 
 
 def _budget_and_effort(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -276,16 +274,13 @@ def _budget_and_effort(job: Mapping[str, Any], table: Mapping[str, Any]) -> tupl
     return own.get("budget"), own.get("effort")
 
 
-def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> Task | RangeTask:
-    """Returns the problem given by field texts, or the range of problems if one field has the form ``lowest..highest``.
+def tasks_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> list[Task]:
+    """Returns the task of the problem given by field texts; one for each point of a range, ``lowest..highest``.
 
     Args:
       search: arguments of `Task`.
 
     Raises:
-      ValueError: as `Problem.parse`, or as `task.ends_of`.
+      ValueError: as `task.problems_of`.
     """
-    if (ends := ends_of(operation, texts)) is not None:
-        field, lowest, highest = ends
-        return RangeTask(operation, lowest, highest, field, **search)
-    return Task(operation, operation.problem.parse(texts), **search)
+    return [Task(operation, problem, **search) for problem in problems_of(operation, texts)]

@@ -13,7 +13,6 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Key, Miss, Record, preferred
 from scheduler.model.constants import model_of
-from scheduler.prediction.between import Evidence, RangeAnswer, between
 from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import recheck
 from scheduler.search.task import Task
@@ -31,7 +30,7 @@ class Missed:
 
     Attributes:
       operation, problem: None if they cannot be loaded here.
-      covered_by: the schedule that a record or a range has provided since; None if the miss is open.
+      covered_by: the schedule that a record has provided since; None if the miss is open.
       library_s: the library's predicted time of one call in seconds; None if it cannot be predicted.
       best_s: the best predicted time of another kernel; `library_s` if there is no such kernel; None if there is one
         without a predicted time.
@@ -41,7 +40,7 @@ class Missed:
     miss: Miss
     operation: Operation[Any] | None = None
     problem: Problem | None = None
-    covered_by: Entry | RangeAnswer | None = None
+    covered_by: Entry | None = None
     library_s: float | None = None
     best_s: float | None = None
     reason: str = ""
@@ -61,13 +60,13 @@ class Missed:
 
 def weigh(
     misses: Iterable[Miss],
-    stored: Callable[[Operation[Any], Problem, Hardware], Evidence],
+    stored: Callable[[Operation[Any], Problem, Hardware], Iterable[Record]],
     chip: Callable[[str], Hardware | None],
 ) -> list[Missed]:
     """Returns the state of each miss, the largest expected gain first.
 
     Args:
-      stored: returns the stored evidence for a problem, the user's before the shipped.
+      stored: returns the stored records for a prediction of a problem, the user's before the shipped.
       chip: returns the hardware of a `Hardware.id`, or None if it is unknown.
     """
     return sorted((_weighed(miss, stored, chip(miss.key.hardware)) for miss in misses), key=_order)
@@ -80,7 +79,7 @@ def _order(missed: Missed) -> tuple[float, ...]:
 
 
 def _weighed(
-    miss: Miss, stored: Callable[[Operation[Any], Problem, Hardware], Evidence], hardware: Hardware | None
+    miss: Miss, stored: Callable[[Operation[Any], Problem, Hardware], Iterable[Record]], hardware: Hardware | None
 ) -> Missed:
     key = miss.key
     try:
@@ -91,22 +90,11 @@ def _weighed(
     if hardware is None:
         return Missed(miss, operation, problem, reason="the chip is not in the table of chips")
 
-    evidence = stored(operation, problem, hardware)
-    records = sorted(evidence.records, key=lambda record: record.precedence)
-
-    def find(key: Key) -> list[Record]:
-        return [record for record in records if record.key == key]
-
-    # The order of `dispatch.stored`: measured evidence first, the problem's own record before a range.
-    entries = (recheck(operation, problem, hardware, record) for record in find(key))
-    record_entry = next((entry for entry in entries if isinstance(entry, Entry)), None)
-    if record_entry is not None and not record_entry.measurement.estimated:
-        return Missed(miss, operation, problem, covered_by=record_entry)
-    in_range = between(operation, problem, hardware, evidence.ranges, find)
-    if isinstance(in_range, RangeAnswer) and (record_entry is None or not in_range.estimated):
-        return Missed(miss, operation, problem, covered_by=in_range)
-    if record_entry is not None:
-        return Missed(miss, operation, problem, covered_by=record_entry)
+    # The order of `dispatch.stored`.
+    records = sorted(stored(operation, problem, hardware), key=lambda record: record.precedence)
+    entries = (recheck(operation, problem, hardware, record) for record in records if record.key == key)
+    if (entry := next((entry for entry in entries if isinstance(entry, Entry)), None)) is not None:
+        return Missed(miss, operation, problem, covered_by=entry)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(operation.backends) - {operation.library.backend}
     try:

@@ -1,7 +1,8 @@
-"""Tasks of a job (a problem, or a range of problems), the options of their searches, and their results."""
+"""Tasks of a job (problems), the options of their searches, and their results."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import typing
@@ -10,8 +11,7 @@ from typing import Any, Literal
 
 from scheduler.core import arguments
 from scheduler.core.hardware import Hardware
-from scheduler.core.neighbours import Range, with_range
-from scheduler.core.records import L2, L2S, AllFailed, Entry, Point, Record, Schedule
+from scheduler.core.records import L2, L2S, AllFailed, Entry, Record, Schedule
 from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -43,9 +43,6 @@ class Task:
       seconds: time after which no more trials are proposed; None sets no limit.
       backends: kernels to try in addition to the library; None tries all.
       count: number of calls with this problem in the function that the job tunes.
-      first: schedules to try right after the libraries', if they are legal.
-      brief: a search of few trials; its record is marked with `Record.brief`.
-      part_of: the range that this task belongs to, or None.
     """
 
     operation: Operation[Any]
@@ -54,59 +51,14 @@ class Task:
     seconds: float | None = None
     backends: frozenset[str] | None = None
     count: int = 1
-    first: tuple[Point, ...] = ()
-    brief: bool = False
-    part_of: RangeTask | None = None
 
     def __post_init__(self) -> None:
-        _require(self)
+        arguments.checked_integer("budget", self.budget)
+        arguments.checked_positive_or_none("seconds", self.seconds)
+        arguments.checked_integer("count", self.count)
 
     def __str__(self) -> str:
         return f"{self.operation.name} {self.problem}"
-
-
-@dataclasses.dataclass(frozen=True)
-class RangeTask:
-    """Problems that differ in one extent, from a lowest to a highest value, to tune as a range.
-
-    Attributes:
-      lowest, highest: the problems at both ends.
-      field: name of the extent.
-      budget, seconds, backends: of each search, as in `Task`.
-      count: number of calls with each of these problems in the function that the job tunes.
-    """
-
-    operation: Operation[Any]
-    lowest: Problem
-    highest: Problem
-    field: str
-    budget: int = BUDGET
-    seconds: float | None = None
-    backends: frozenset[str] | None = None
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        _require(self)
-
-    @property
-    def low(self) -> int:
-        return int(getattr(self.lowest, self.field))
-
-    @property
-    def high(self) -> int:
-        return int(getattr(self.highest, self.field))
-
-    def at(self, value: int) -> Task:
-        """Returns the task of the problem at `value`.
-
-        Raises:
-          ValueError: the problem is not valid at this value.
-        """
-        problem = dataclasses.replace(self.lowest, **{self.field: value})
-        return Task(self.operation, problem, self.budget, self.seconds, self.backends, self.count, part_of=self)
-
-    def __str__(self) -> str:
-        return f"{self.operation.name} {with_range(str(self.lowest), self.field, self.low, self.high)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +95,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The baseline of a search: the schedule that calls used before it, from a record, a range or the model.
+    """The baseline of a search: the schedule that calls used before it, from a record or the model.
 
     Attributes:
       seconds: its time; a prediction unless `measured`, because this search did not try it.
@@ -157,7 +109,7 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of one task. A whole range has a `range` instead of a record.
+    """The result of one task.
 
     Attributes:
       state: "tuned": searched now; "known": tuned earlier and still valid; or "failed".
@@ -168,11 +120,10 @@ class Result:
       before: the baseline; None if nothing was measured now, or no schedule could be selected before.
       resumed: trials reused from an earlier run of the search that was interrupted.
       elapsed_s: wall time spent.
-      stored: False if the store rejected the record or the range.
-      range: the range that was stored for its problems; None if it failed.
+      stored: False if the store rejected the record.
     """
 
-    task: Task | RangeTask | Malformed
+    task: Task | Malformed
     state: Literal["tuned", "known", "failed"]
     reason: str = ""
     hardware: Hardware | None = None
@@ -182,7 +133,6 @@ class Result:
     resumed: int = 0
     elapsed_s: float = 0.0
     stored: bool = True
-    range: Range | None = None
 
     @property
     def library(self) -> Entry | None:
@@ -200,13 +150,6 @@ class Result:
     def notes(self) -> tuple[str, ...]:
         """Notes on the results of this search (`Record.notes`)."""
         return () if self.record is None or self.state == "known" else self.record.notes
-
-
-def _require(task: Task | RangeTask) -> None:
-    """Raises TypeError or ValueError if a number of the task is invalid."""
-    arguments.checked_integer("budget", task.budget)
-    arguments.checked_positive_or_none("seconds", task.seconds)
-    arguments.checked_integer("count", task.count)
 
 
 # ------------------------------------------------------------------------------
@@ -238,8 +181,18 @@ def value_text(name: str, value: Any) -> str:
     return f"{value[0]}..{value[1]}"
 
 
-def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, Problem, Problem] | None:
-    """Returns the ranged field of `texts` and the problems at its lowest and highest value; None without a range.
+def points(low: int, high: int) -> list[int]:
+    """Returns the values of a range that are tuned: both ends and the powers of two between them.
+
+    A value between two of them is at most half a doubling away from one, and calls use its schedule
+    (`predict.SERVED`).
+    """
+    powers = (1 << exponent for exponent in range(low.bit_length(), high.bit_length()))
+    return sorted({low, high, *powers})
+
+
+def problems_of(operation: Operation[Any], texts: Mapping[str, str]) -> list[Problem]:
+    """Returns the problem of these fields; with a range, the problems at its `points` that are valid.
 
     Raises:
       ValueError: there are two ranges; the ranged field is not an extent; an end is not a valid problem, or the ends
@@ -252,7 +205,7 @@ def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, P
         for name in named:
             if name in typing.get_type_hints(operation.problem):
                 raise ValueError(f"{name}={texts[name]}: only an extent may be a range")
-        return None
+        return [operation.problem.parse(texts)]
     if len(ranged) > 1:
         raise ValueError(
             f"only one field may be a range, found {' and '.join(ranged)}; write one problem per value of the others"
@@ -267,7 +220,11 @@ def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, P
     lowest, highest = (operation.problem.parse({**texts, name: str(value)}) for value in (low, high))
     if getattr(lowest, name) == getattr(highest, name) or _shapes(lowest) == _shapes(highest):
         raise ValueError(f"{name}={low}..{high}: only an extent may be a range, and no array's shape depends on {name}")
-    return name, lowest, highest
+    found_problems = []
+    for value in points(low, high):
+        with contextlib.suppress(ValueError):
+            found_problems.append(dataclasses.replace(lowest, **{name: value}))
+    return found_problems
 
 
 def _shapes(problem: Problem) -> list[tuple[int, ...]]:

@@ -22,7 +22,6 @@ from scheduler.core.records import (
     Entry,
     Measurement,
     Outcome,
-    Point,
     Record,
     Trial,
     Verdict,
@@ -204,16 +203,10 @@ def search(
     store: TrialStore | None,
     progress: Callable[[Progress], None] | None,
     sampler: Sampler = MODEL,
-    first: Sequence[Point] = (),
-    brief: bool = False,
 ) -> Record:
-    """Runs `tune` without reading the record in `store`. The caller holds the lease of the problem.
-
-    Args:
-      first, brief: as in `task.Task`.
-    """
+    """Runs `tune` without reading the record in `store`. The caller holds the lease of the problem."""
     tuning = _Tuning(operation, problem, runner, budget, l2, store, first_error, sampler)
-    return tuning.run(allowed_backends(operation, backends), seconds, seed, progress, first, brief)
+    return tuning.run(allowed_backends(operation, backends), seconds, seed, progress)
 
 
 class _Tuning:
@@ -248,8 +241,6 @@ class _Tuning:
         seconds: float | None,
         seed: int,
         progress: Callable[[Progress], None] | None,
-        first: Sequence[Point],
-        brief: bool,
     ) -> Record:
         if any(0 in result.shape for result in self.problem.results()):
             raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
@@ -268,7 +259,7 @@ class _Tuning:
                 budget=self.budget,
                 known=known,
                 near=near,
-                first=[*first, *imported_schedules(self.key, self.store)],
+                first=imported_schedules(self.key, self.store),
             )
             self.writer = TrialWriter(self.store, self.key, self.runner.environment, self._trial_parameters())
             self.trials = Trials(
@@ -294,7 +285,6 @@ class _Tuning:
             stopped=self.stopped,
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
-            brief=brief,
             reference=self.reference,
             legal=legal_schedules(self.operation, self.problem, self.runner),
             notes=(*self.candidates.notes, *notes_on_results(self.operation, self.trials, entries)),

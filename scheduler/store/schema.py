@@ -31,12 +31,8 @@ CONSTANTS = sa.table(
 MISSES = sa.table(
     "misses", *map(sa.column, ("operation", "hardware", "problem", "lowered", "first", "last", "line", "place"))
 )
-RANGES = sa.table(
-    "ranges", *map(sa.column, ("operation", "hardware", "problem", "field", "low", "high", "date", "range"))
-)
 DECISIONS = sa.table("decisions", *map(sa.column, ("key", "decision")))
 KEY = ("operation", "hardware", "problem")
-RANGE_KEY = (*KEY, "field", "low", "high")
 KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
 
@@ -92,12 +88,6 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
              PRIMARY KEY (operation, hardware, problem))""",
-        # Ranges of one extent: the values that have records, which also serve the values between them.
-        """CREATE TABLE ranges (
-             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
-             field TEXT NOT NULL, low BIGINT NOT NULL, high BIGINT NOT NULL,
-             date TEXT NOT NULL, range TEXT NOT NULL,
-             PRIMARY KEY (operation, hardware, problem, field, low, high))""",
     ),
     # The decisions of `optimize`, each for one function and its arguments.
     ("CREATE TABLE decisions (key TEXT PRIMARY KEY, decision TEXT NOT NULL)",),

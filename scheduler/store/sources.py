@@ -18,9 +18,8 @@ from typing import Any
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.files import MOST_BYTES, read_bytes, replace_text
-from scheduler.core.neighbours import Range, ranges_from_text
 from scheduler.core.records import Imported, Key, Record
-from scheduler.store.text_files import RANGES, import_lines, read_ranges, read_records
+from scheduler.store.text_files import import_text, read_records
 from tile_scheduler import __version__
 
 INDEX = "index.json"
@@ -64,20 +63,14 @@ class Source:
         except UnicodeDecodeError as error:
             raise StoreError(f"{self.name} is not UTF-8 text: {error}") from error
 
-    def records(self) -> tuple[list[Record], list[Range]]:
-        """Returns the records and ranges of the file; each record has the mark of an import.
+    def records(self) -> list[Record]:
+        """Returns the records of the file, each with the mark of an import.
 
         Raises:
           StoreError: the file is invalid.
         """
-        if self.file == RANGES:
-            try:
-                return [], list(ranges_from_text(self.text()))
-            except ValueError as error:
-                raise StoreError(f"cannot read ranges from {self.name}: {error}") from error
-        records, ranges = import_lines(self.text(), source=self.name)
         mark = Imported(self.name, self.sha256)
-        return [dataclasses.replace(record, imported=mark) for record in records], ranges
+        return [dataclasses.replace(record, imported=mark) for record in import_text(self.text(), source=self.name)]
 
 
 def parsed_digest(text: str) -> str:
@@ -173,13 +166,13 @@ def _downloaded(url: str, most: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedFile:
-    """A file of records or ranges in an index.
+    """A file of records in an index.
 
     Attributes:
       name: its path relative to the index, with "/".
       hardware: `Hardware.id` of its only chip.
       operations: the names of its operations, sorted.
-      records, ranges: their numbers.
+      records: their number.
       sha256: its SHA-256 digest in hexadecimal.
       date: the date of the newest measurement in UTC, as in `Environment.date`.
       jax: the versions of JAX of the measurements, sorted.
@@ -189,7 +182,6 @@ class IndexedFile:
     hardware: str
     operations: tuple[str, ...]
     records: int
-    ranges: int
     sha256: str
     date: str
     jax: tuple[str, ...]
@@ -213,7 +205,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)
 
 
 def write_index(directory: Path) -> Path:
-    """Writes ``index.json`` for all records and ranges under `directory`.
+    """Writes ``index.json`` for all records under `directory`.
 
     Raises:
       StoreError: as in `index_text`; or the index cannot be written.
@@ -227,34 +219,31 @@ def write_index(directory: Path) -> Path:
 
 
 def index_text(directory: Path) -> str:
-    """Returns the index of all records and ranges under `directory`, equal for the same files.
+    """Returns the index of all records under `directory`, equal for the same files.
 
     Raises:
       StoreError: the files are invalid, or one has several chips.
     """
-    read_records(directory), read_ranges(directory)  # no key occurs twice
+    read_records(directory)  # no key occurs twice
     files = [_indexed(path, directory) for path in sorted(directory.glob("*/*.jsonl"))]
-    files += [_indexed(path, directory) for path in sorted(directory.glob(f"*/{RANGES}"))]
     index = Index(__version__, tuple(sorted(files, key=lambda file: file.name)))
     return f"{json.dumps({'format': codec.FORMAT, **dataclasses.asdict(index)}, indent=1)}\n"
 
 
 def _indexed(path: Path, directory: Path) -> IndexedFile:
     source = read(str(path))
-    records, ranges = source.records()
-    made: list[Record | Range] = [*records, *ranges]
-    chips = sorted({_key(one).hardware for one in made})
+    records = source.records()
+    chips = sorted({record.key.hardware for record in records})
     if len(chips) != 1:
         raise StoreError(f"{path} must have records of one chip, found {', '.join(chips) or 'none'}")
     return IndexedFile(
         path.relative_to(directory).as_posix(),
         chips[0],
-        tuple(sorted({_key(one).operation for one in made})),
+        tuple(sorted({record.key.operation for record in records})),
         len(records),
-        len(ranges),
         source.sha256,
-        max(one.environment.date for one in made),
-        tuple(sorted({one.environment.jax for one in made})),
+        max(record.environment.date for record in records),
+        tuple(sorted({record.environment.jax for record in records})),
     )
 
 
@@ -299,10 +288,8 @@ def read_indexed(place: str, files: Iterable[IndexedFile], progress: Callable[[s
     return found
 
 
-def gathered(
-    sources: Sequence[Source], indexed: Collection[IndexedFile] | None = None
-) -> tuple[list[Record], list[Range]]:
-    """Returns the records and ranges of several files.
+def gathered(sources: Sequence[Source], indexed: Collection[IndexedFile] | None = None) -> list[Record]:
+    """Returns the records of several files.
 
     Args:
       sources: the files.
@@ -313,19 +300,13 @@ def gathered(
     """
     chips = None if indexed is None else {file.hardware for file in indexed}
     records: dict[Key, Record] = {}
-    ranges: list[Range] = []
     for source in sources:
-        some, more = source.records()
-        found = {record.key.hardware for record in some} | {one.hardware for one in more}
+        some = source.records()
+        found = {record.key.hardware for record in some}
         if chips is not None and not found <= chips:
             raise StoreError(f"{source.name} has records of {', '.join(sorted(found - chips))}, unlike its index says")
         for record in some:
             if (first := records.setdefault(record.key, record)) is not record:
                 assert first.imported is not None
                 raise StoreError(f"{first.imported.source} and {source.name} both have {record.key}; keep one")
-        ranges += more
-    return list(records.values()), ranges
-
-
-def _key(of: Record | Range) -> Key:
-    return of.key if isinstance(of, Record) else Key(of.operation, of.hardware, of.problem)
+    return list(records.values())

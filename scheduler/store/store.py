@@ -18,13 +18,13 @@ import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.neighbours import Near, Range
+from scheduler.core.neighbours import Near
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
 from scheduler.store import queries, text_files
 from scheduler.store.database import CACHE_VARIABLE, Database, Select
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
-from scheduler.store.queries import CANDIDATES, Head, Ranges, similar
+from scheduler.store.queries import CANDIDATES, Head, similar
 from scheduler.store.schema import (
     CONSTANTS,
     DECISIONS,
@@ -32,7 +32,6 @@ from scheduler.store.schema import (
     KEY,
     LEASES,
     MIGRATIONS,
-    RANGES,
     SCHEDULES,
 )
 from scheduler.store.studies import Described, Studies
@@ -73,7 +72,6 @@ class Store:
       location: the path or URL, without a password, for messages.
       in_memory: whether the content is lost with this object.
       misses: cache misses of calls.
-      ranges: extents that were tuned from a lowest to a highest value.
 
     Raises:
       StoreError: an invalid URL, an unsupported database, or a missing driver.
@@ -85,7 +83,6 @@ class Store:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
         self.misses = Misses(self._database)
-        self.ranges = Ranges(self._database)
         self._studies = Studies(self._database)
 
     def require_writable(self) -> None:
@@ -146,8 +143,8 @@ class Store:
             kind = "an estimate" if record.estimated else "an imported record"
             raise StoreError(f"{self.location} has a measured record of {record.key}, which {kind} does not replace")
 
-    def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
-        """Stores records as `put` does, and ranges, in one transaction with few statements.
+    def put_all(self, records: Iterable[Record]) -> list[Key]:
+        """Stores records as `put` does, in one transaction with few statements.
 
         Returns:
           the keys of the records that were skipped because the stored one has precedence (`Record.precedence`).
@@ -168,7 +165,6 @@ class Store:
             self._studies.finish(
                 connection, [key for key, record in new.items() if record.imported is None and key not in left]
             )
-            self.ranges.put_all(connection, ranges)
         return [key for key in new if key in left]
 
     def finish(self, key: Key) -> None:
@@ -396,10 +392,9 @@ class Store:
         return found
 
     def state(self) -> str:
-        """Returns a text that changes if records, ranges or constants do; raises a StoreError if it cannot be read."""
+        """Returns a text that changes if records or constants do; raises a StoreError if it cannot be read."""
         sums = (
             (SCHEDULES, sa.func.sum(SCHEDULES.c.median_s)),
-            (RANGES, sa.func.sum(sa.func.length(RANGES.c.range))),
             (CONSTANTS, sa.func.sum(sa.func.length(CONSTANTS.c.calibration))),
         )
         columns: list[Any] = [[sa.func.count(), x] for _, x in sums]
@@ -456,7 +451,7 @@ def shipped() -> Store | None:
 def build_shipped(records: Path, cache_db: Path) -> int:
     """Builds `cache_db` from the text under `records`, byte for byte reproducible with the same version of SQLite.
 
-    The result includes the model's fitted constants and the ranges.
+    The result includes the model's fitted constants.
 
     Returns:
       the number of records.
@@ -466,7 +461,7 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     """
     found, calibrations = text_files.read_records(records), text_files.read_calibrations(records)
     store = Store(":memory:")
-    store.put_all(found, text_files.read_ranges(records))
+    store.put_all(found)
     for calibration in calibrations:
         store.put_calibration(calibration)
     store._database.copy_to(cache_db)

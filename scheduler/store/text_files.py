@@ -1,4 +1,4 @@
-"""Text directories with records (``<hardware>/<operation>.jsonl``), ranges and the model's constants."""
+"""Text directories with records (``<hardware>/<operation>.jsonl``) and the model's constants."""
 
 from __future__ import annotations
 
@@ -11,27 +11,23 @@ from pathlib import Path
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.files import read_text, replace_text
-from scheduler.core.neighbours import Range, is_range, range_from_text, range_to_text, ranges_from_text
 from scheduler.core.records import Calibration, Key, Record
 
 _ERRORS_SHOWN = 10
 _CONSTANTS = "constants.json"
-RANGES = "ranges.json"
 
 
-def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
-    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order.
+def export_text(records: Iterable[Record]) -> str:
+    """Returns records as JSON lines, sorted by operation, hardware and problem.
 
     The text does not say which records were imported, because each store marks what it imports.
     """
     exported = (dataclasses.replace(record, imported=None) for record in sorted(records, key=_order))
-    lines = [codec.record_to_text(record) for record in exported]
-    lines += sorted(map(range_to_text, ranges))
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{codec.record_to_text(record)}\n" for record in exported)
 
 
 def import_text(text: str, source: str = "") -> list[Record]:
-    """Parses the records of `export_text`, in order; empty lines and ranges are skipped.
+    """Parses the records of `export_text`, in order; empty lines are skipped.
 
     Args:
       text: JSON lines.
@@ -40,22 +36,13 @@ def import_text(text: str, source: str = "") -> list[Record]:
     Raises:
       StoreError: a line is not a record, or repeats the key of another; the message has a sentence for each such line.
     """
-    return import_lines(text, source)[0]
-
-
-def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]]:
-    """Parses the records and the ranges of `export_text`; otherwise as `import_text`."""
     records: list[Record] = []
-    ranges: list[Range] = []
     first_line: dict[Key, int] = {}
     errors: list[str] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            if is_range(line):
-                ranges.append(range_from_text(line))
-                continue
             record = codec.record_from_text(line)
             if (first := first_line.setdefault(record.key, number)) != number:
                 raise ValueError(f"a second record of {record.key}; the first is line {first}: keep one")
@@ -69,7 +56,7 @@ def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]
             + "\n".join(errors[:_ERRORS_SHOWN])
             + more
         )
-    return records, ranges
+    return records
 
 
 def read_records(directory: Path) -> list[Record]:
@@ -135,48 +122,6 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
     return written
 
 
-def read_ranges(directory: Path) -> list[Range]:
-    """Returns all ranges under `directory` (``<hardware>/ranges.json``), sorted.
-
-    Raises:
-      StoreError: a file has invalid ranges, or two with the same problems and ends.
-    """
-    found: dict[tuple[str, ...], Range] = {}
-    for path in sorted(directory.glob(f"*/{RANGES}")):
-        try:
-            items = ranges_from_text(read_text(path))
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read ranges from {path}: {error}") from error
-        for item in items:
-            if found.setdefault(_range_key(item), item) is not item:
-                raise StoreError(f"{path} has a second range {item} on {item.hardware}; keep one")
-    return [found[which] for which in sorted(found)]
-
-
-def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
-    """Writes `ranges` under `directory`, replacing older ones of the same problems and ends.
-
-    Returns:
-      the written files, one per device: ``<hardware>/ranges.json``, one range per line.
-
-    Raises:
-      StoreError: existing files are invalid, or cannot be written.
-    """
-    new = {_range_key(item): item for item in ranges}
-    kept = {_range_key(item): item for item in (read_ranges(directory) if new else ())} | new
-    written = []
-    for hardware in sorted({item.hardware for item in new.values()}):
-        lines = [range_to_text(item) for _, item in sorted(kept.items()) if item.hardware == hardware]
-        path = directory / _slug(hardware) / RANGES
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error}") from error
-        written.append(path)
-    return written
-
-
 def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
     """Writes `records` under `directory`, replacing older ones of the same keys.
 
@@ -221,10 +166,6 @@ def _laid_out(calibration: Calibration) -> str:
 
 def _kernel_on_chip(calibration: Calibration) -> tuple[str, str, str]:
     return calibration.hardware, calibration.operation, calibration.backend
-
-
-def _range_key(of: Range) -> tuple[str, ...]:
-    return of.operation, of.hardware, of.problem, of.field, f"{of.low:020}", f"{of.high:020}"
 
 
 def _order(record: Record) -> tuple[str, str, str]:

@@ -291,7 +291,6 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_bwd=vjp_bwd,
     front_end=bind,
     equations={jax_compat.CUDNN_ATTENTION: kernels.problem_of_equation},
-    recognise=regions.recognise,
     regions=regions.find,
     shard=shard,
 )

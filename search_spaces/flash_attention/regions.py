@@ -44,12 +44,10 @@ from search_spaces.recognise import (
     Graph,
     Left,
     Node,
-    Recognised,
     Region,
     Stage,
     Unknown,
     Value,
-    between,
     casts,
     equations_between,
     number,
@@ -172,22 +170,6 @@ def find(graph: Graph) -> list[Region | Left]:
     live = _live(graph, {id(x.value) for each in attention for x in each.results})
     own = {id(node) for node in graph.nodes}
     return [_unless_used(each, live, own) if isinstance(each, Attention) else each for each in found]
-
-
-def recognise(node: Node) -> Recognised | None:
-    """Returns the attention that ends in `node`, the product of probabilities and values, for a report."""
-    if node.name != "dot_general":
-        return None
-    for side in (0, 1):
-        quotient = origin(node.inputs[side]).by("div", "mul")
-        exps = [] if quotient is None else [each for x in quotient.inputs if (each := strip(x).by("exp")) is not None]
-        for exp in exps:
-            found = _attention(exp)
-            if isinstance(found, Attention) and found.out is not None and found.out.value is node.results[0]:
-                problem = dataclasses.replace(found.problem, return_lse=False)
-                inputs = [root(x.value, problem.dtype) for x in (found.q, found.k, found.v)]
-                return Recognised(problem, between(node.results[0], inputs), (*found.shown, node))
-    return None
 
 
 def _attention(exp: Node) -> Attention | Left | None:

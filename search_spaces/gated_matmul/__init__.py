@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.front_end import lead, unsupported_reason, weakly_typed
-from search_spaces.gated_matmul import kernels, problem
+from search_spaces.gated_matmul import kernels
 from search_spaces.gated_matmul.kernels import InterpretGatedMatmul, XlaGatedMatmul
 from search_spaces.gated_matmul.problem import DTYPES, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
@@ -217,7 +217,6 @@ GATED_MATMUL = Operation[GatedMatmulProblem](
     jvp=jvp,
     batch=batch,
     front_end=bind,
-    recognise=problem.recognise,
     shard=shard,
 )
 

@@ -440,7 +440,6 @@ RAGGED_DOT_WEIGHTS = Operation[RaggedDotWeightsProblem](
     transpose=transpose_weights,
     batch=batch_weights,
     equations={jax_compat.RAGGED_DOT_GENERAL: equation_of(RaggedDotWeightsProblem)},
-    call="tuned_ragged_dot",
     shard=shard_weights,
 )
 

@@ -17,7 +17,6 @@ from jax import lax
 from search_spaces.derivative_rules import KNOWN, Known
 from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Unsupported
-from search_spaces.rows import recognise
 from search_spaces.rows.calls import RowFunction, bind_formula, inner_of
 from search_spaces.rows.named import DTYPES, RESULT_DTYPES, Formula, FormulaProblem, Of
 from search_spaces.rows.operation import row_operations
@@ -202,7 +201,6 @@ _SOFTMAX = row_operations(
     "Softmax",
     plain=jax.nn.softmax,
     front_end=_bind_softmax,
-    recognise=lambda node: recognise.softmax(SoftmaxProblem, node),
 )
 # There is no second program: users of the log-sum-exp of narrow rows need it in float32.
 _SOFTMAX_WITH_LSE = row_operations(
@@ -302,14 +300,12 @@ _RMS_NORM = row_operations(
     "RmsNorm",
     params=("eps",),
     front_end=_bind_rms_norm,
-    recognise=lambda node: recognise.rms_norm(RmsNormProblem, node),
 )
 _ADD_RMS_NORM = row_operations(
     Formula("add_rms_norm", add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
     "AddRmsNorm",
     params=("eps",),
     front_end=_bind_add_rms_norm,
-    recognise=lambda node: recognise.add_rms_norm(AddRmsNormProblem, node),
 )
 _LAYER_NORM = row_operations(
     Formula("layer_norm", layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
@@ -358,7 +354,6 @@ _SILU_AND_MUL = row_operations(
     # Llama 3 8B, where it joins both halves of the gradient in another pass.
     backward_loses_ties=True,
     front_end=_bind_silu_and_mul,
-    recognise=lambda node: recognise.silu_and_mul(SiluAndMulProblem, node),
 )
 SILU_AND_MUL, SILU_AND_MUL_JVP, SILU_AND_MUL_BACKWARD = (
     _SILU_AND_MUL.forward,

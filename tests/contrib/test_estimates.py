@@ -19,7 +19,7 @@ from scheduler.contrib.tpu.estimate import grid_steps, reduced_problem
 from scheduler.core import codec
 from scheduler.core.errors import NoCandidate, StoreError, WorkerError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.records import Failure, Measurement, key_of
+from scheduler.core.records import Failure, Measurement, Miss, key_of
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
 from scheduler.inspect import doctor
@@ -31,6 +31,7 @@ from scheduler.measure.runner import InProcess, RunnerOptions, environment
 from scheduler.model.calibration import calibrate
 from scheduler.prediction.predict import predict
 from scheduler.search.baseline import baseline_of, is_current, stored_evidence
+from scheduler.search.missed import weigh
 from scheduler.search.reverify import reverify
 from scheduler.search.sweep import stored_measurements
 from scheduler.search.task import Task
@@ -182,7 +183,7 @@ def test_what_was_measured_answers_before_an_estimate_wherever_they_lie(store, e
     scheduler.reload()
     decision = decided()
     assert (decision.kernel.backend, decision.reason) == ("xla", "measured, from the shipped cache.db")
-    assert evidence(Cache(), PRODUCT, PROBLEM, V6E).records == [measured]
+    assert evidence(Cache(), PRODUCT, PROBLEM, V6E) == [measured]
     monkeypatch.setattr("scheduler.search.baseline.shipped", lambda: shipped)
     monkeypatch.setattr(shipped, "close", lambda: None)
     task = Task(PRODUCT, PROBLEM)
@@ -360,3 +361,31 @@ def test_what_is_shipped_of_tpus_is_estimated_and_answers_calls_for_them(chip):
         assert answer.reason == "estimated by the compiler, not measured, from the shipped cache.db"
         assert answer.kernel.backend == record.winner.backend
         assert vars(answer.schedule).items() >= dict(record.winner.schedule).items()
+
+
+def test_a_miss_is_covered_by_what_was_measured_before_what_was_estimated(estimate):
+    load(OWN)
+    entries = [
+        dataclasses.replace(e, measurement=dataclasses.replace(e.measurement, clock="cupti")) for e in estimate.entries
+    ]
+    measured = dataclasses.replace(estimate, entries=tuple(entries))
+    miss = Miss(estimate.key, 1, "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "", "")
+    (one,) = weigh([miss], lambda *asked: [estimate, measured], lambda identity: V6E)
+    assert not one.covered_by.measurement.estimated
+
+
+def test_what_is_not_stored_is_told_with_the_chip_that_was_named():
+    _, said = run("show", "matmul", "m=8", "n=8", "k=8", "--hardware", "v6e", status=1)
+    assert said.rstrip().endswith("--hardware 'TPU v6 lite'")
+
+
+def test_a_call_that_no_kernel_answers_is_told_of_the_kernels_for_its_chip_alone():
+    found = predict(MATMUL, MatmulProblem(512, 512, 512), V6E)
+    assert found.reason == "mosaic_tpu: not verified on TPU v6 lite"
+    scaled = load("scaled_matmul")
+    assert "is written for NVIDIA Hopper" in predict(scaled, scaled.problem(64, 128, 256), V6E).reason
+
+
+def test_rows_say_of_another_chip_what_they_are_for():
+    reason = load("softmax").kernel("mosaic_gpu").supports(load("softmax").problem(8, 1024), CPU.target)
+    assert reason == "is written for NVIDIA Ampere, Ada and Hopper (sm_80, sm_86, sm_89, sm_90), not for cpu (cpu)"

@@ -15,9 +15,9 @@ import scheduler
 from scheduler.core import status_line
 from scheduler.core.status_line import StatusLine
 from scheduler.functions import trial
-from scheduler.functions.ablation import Replaced
 from scheduler.functions.decided import Decided
 from scheduler.functions.interleaved import Seconds
+from scheduler.functions.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -122,7 +122,8 @@ def test_equal_kernels_are_one_line_with_their_number():
 
 def decided(plain_s, tuned_s, rounds=12, **given):
     """What `Trial` decides for these times of one call, with a kernel for a product."""
-    replaced = (Replaced("matmul", MATMUL.problem(m=8, n=8, k=8, dtype="float32"), "interpret", "tile_m=8", "tried"),)
+    problem, schedule = MATMUL.problem(m=8, n=8, k=8, dtype="float32"), (("tile_m", 8),)
+    replaced = (Replaced("matmul", problem, "interpret", schedule, "tried"),)
     times = {"plain": Seconds((plain_s,) * rounds), "tuned": Seconds((tuned_s,) * rounds)}
     return Decided("step", "x", None, "", replaced, **times, **given)
 

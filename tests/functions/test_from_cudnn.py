@@ -10,7 +10,7 @@ import pytest
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import ablation
+from scheduler.functions import lowering
 from scheduler.functions.equations import replacing_operations
 from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
@@ -48,7 +48,7 @@ def lowered(fn, *args, backends="interpret"):
         for operation in replacing_operations()
         if operation.name not in asked
     }
-    return ablation.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
+    return lowering.lower_with_kernels(jax.jit(fn).trace(*args), asked | library)
 
 
 LENGTHS = [jnp.array(each, jnp.int32) for each in ([LENGTH, 7], [9, LENGTH])]
@@ -147,7 +147,7 @@ def test_a_record_says_who_answers(batch, length, heads, head_dim, by):
     options = {op.name: dispatch.options(op, target="NVIDIA H200") for op in replacing_operations()}
     traced = jax.jit(functools.partial(attention, is_causal=True)).trace(*shapes)
     with scheduler.target("NVIDIA H200"):
-        found = ablation.lower_with_kernels(traced, options, ("cuda",))
+        found = lowering.lower_with_kernels(traced, options, ("cuda",))
     assert [each.backend for each in found.replaced] == ([] if by == "cudnn" else [by])
     assert [reason.startswith("flash_attention: cudnn is selected") for reason in found.left] == [True] * (
         by == "cudnn"

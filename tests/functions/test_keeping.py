@@ -7,9 +7,9 @@ import pytest
 
 import scheduler
 from scheduler.dispatch.stored import Times
-from scheduler.functions import ablation, comparison, interleaved, keeping
-from scheduler.functions.ablation import Replaced
+from scheduler.functions import comparison, interleaved, keeping, lowering
 from scheduler.functions.interleaved import Seconds
+from scheduler.functions.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 
@@ -69,6 +69,8 @@ def test_a_group_that_slows_the_function_down_is_dropped_and_the_others_are_kept
     assert "9.1 % slower without it (99 % confidence: 9.1 to 9.1 %)" in fast
     assert fast.endswith("kept")
     assert f"  group: {slow}\n" in report
+    (dropped,) = decision.dropped
+    assert (dropped.problem.m, dropped.reason) == (8, keeping.DROPPED)
     assert "  1 kind of matmul stays with XLA: m=8 n=8 k=8 dtype=float32: the function is not slower" in report
     assert [sorted(labels)[:2] for labels in rounds] == [["plain", "tuned"]] * 2
 
@@ -104,8 +106,8 @@ def test_without_a_sure_gain_of_any_version_xlas_is_used(timed):
 
 
 def test_if_all_kernels_gain_as_predicted_no_other_version_is_compiled(timed, monkeypatch):
-    lowered, lower = [], ablation.lower_with_kernels
-    monkeypatch.setattr(ablation, "lower_with_kernels", lambda *a, **how: lowered.append(how) or lower(*a, **how))
+    lowered, lower = [], lowering.lower_with_kernels
+    monkeypatch.setattr(lowering, "lower_with_kernels", lambda *a, **how: lowered.append(how) or lower(*a, **how))
     rounds = timed({"plain": 10, "tuned": 5})
     decision, _ = optimized(products, *squares(8, 4))
     assert (sizes(decision), decision.groups, rounds) == ({8, 4}, (), [["plain", "tuned"]])
@@ -115,7 +117,7 @@ def test_if_all_kernels_gain_as_predicted_no_other_version_is_compiled(timed, mo
 def test_the_prediction_is_the_sum_of_what_each_kernel_saves_as_often_as_it_runs():
     def kernel(times, alone):
         problem = MATMUL.problem(m=8, n=8, k=8, dtype="float32")
-        return Replaced("matmul", problem, "mosaic_gpu", "", "", times=times, alone=alone)
+        return Replaced("matmul", problem, "mosaic_gpu", (), "", times=times, alone=alone)
 
     replaced = [kernel(3, Times(1e-3, 2e-3)), kernel(1, Times(2e-3, 1e-3)), kernel(5, None)]
     assert keeping.predicted_gain_s(replaced) == pytest.approx(2e-3)

@@ -160,7 +160,7 @@ def test_a_layer_of_experts_and_its_gradient_get_grouped_products():
     assert forward | backward <= grouped["ragged_dot"]
     assert grouped["ragged_dot_weights"] == forward
     assert not decided.left
-    counted = {f"{row.operation.name} {row.problem}": row.count for row in fast.problems(params, x).tuned}
+    counted = {f"{row.operation.name} {row.problem}": row.count for row in scheduler.problems(fast, params, x)}
     assert counted["ragged_dot_weights rows=66 groups=4 k=12 n=20 dtype=float32"] == 2
 
 
@@ -396,7 +396,7 @@ def test_operands_are_freed_once_they_are_compared(monkeypatch):
 
 @pytest.mark.parametrize("change", [lambda x: x + 1e-2, lambda x: x[::-1], lambda x: x.at[0, 0].set(7.0)])
 def test_a_function_that_is_put_together_wrongly_leaves_xlas_with_a_warning(monkeypatch, change):
-    monkeypatch.setattr("scheduler.functions.ablation.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
+    monkeypatch.setattr("scheduler.functions.lowering.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
 
     def changed(jaxpr):
         run = jax.make_jaxpr(lambda *args: [change(x) for x in core.jaxpr_as_fun(jaxpr)(*args)])

@@ -136,6 +136,19 @@ def test_it_does_not_matter_where_shardings_are_named(by, mesh):
     assert counts(fn, *args) == {product(16, 32, 64): 1}
 
 
+def test_shardings_of_a_jitted_function_divide_what_optimize_replaces_in_it():
+    def attention(x, w):
+        q = (x @ w).reshape(4, 16, 4, 32)
+        return jnp.sin(jax.nn.dot_product_attention(q, q, q))
+
+    jitted = jax.jit(attention, in_shardings=(on("data"), on(None, "model")))
+    found = scheduler.problems(jitted, array(4, 16, 64), array(64, 128))
+    assert {f"{row.operation.name} {row.problem}" for row in found.untuned} == {
+        product(32, 32, 64),
+        "flash_attention batch=2 q_len=16 kv_len=16 heads=1 kv_heads=1 head_dim=32 dtype=float32",
+    }
+
+
 def test_a_mesh_that_is_set_is_one_to_divide_over():
     with jax.set_mesh(MESH):
         fn = lambda x, w: tuned_matmul(lax.with_sharding_constraint(x, P("data")), w)  # noqa: E731
@@ -170,10 +183,20 @@ def test_on_one_device_nothing_is_divided():
     assert (found.mesh, [row.problem.m for row in found]) == ("", [32])
 
 
-def test_what_could_be_tuned_is_told_before_it_is_divided():
-    found = scheduler.problems(lambda x, w: tuned_softmax(x @ w), X, W)
-    assert [str(each.row.problem) for each in found.untuned] == ["m=32 n=128 k=64 dtype=float32"]
-    assert "could be, before XLA partitions it:" in repr(found)
+def test_what_optimize_replaces_is_divided_as_tuned_calls_are():
+    def fn(x, w):
+        return tuned_softmax(x @ w)
+
+    found = scheduler.problems(fn, X, W)
+    assert [(row.operation.name, str(row.problem)) for row in found] == [
+        ("softmax", "rows=16 columns=128 dtype=float32")
+    ]
+    assert [(row.operation.name, str(row.problem)) for row in found.untuned] == [
+        ("matmul", "m=16 n=32 k=64 dtype=float32")
+    ]
+    assert counts(scheduler.optimize(fn), X, W) == {
+        f"{row.operation.name} {row.problem}": row.count for row in (*found, *found.untuned)
+    }
 
 
 # How often

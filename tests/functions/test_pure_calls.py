@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import jax
@@ -37,6 +38,9 @@ def test_leaves_that_are_no_arrays_are_static_in_arguments_and_results():
     assert len(fast.decisions) == 4  # the number 3 is an input like 2
 
 
+X3 = batch(3)[:, :3]
+
+
 class Weights:
     def __init__(self, w):
         self.w = w
@@ -50,6 +54,45 @@ def test_arrays_of_a_plain_object_are_inputs(by_name):
         found = fast(batch(3), weights=weights) if by_name else fast(batch(3), weights)
         assert_same(found, batch(3) @ weights.w)
     assert len(fast.decisions) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "held"),
+    [
+        (lambda w: [w], lambda x: x[0]),
+        (lambda w: {"a": (w, 3)}, lambda x: x["a"][0]),
+        (lambda w: Weights([w]), lambda x: x.w[0]),
+        (lambda w: types.SimpleNamespace(layers={"a": w}), lambda x: x.layers["a"]),
+    ],
+    ids=["list", "dict", "object", "namespace"],
+)
+def test_objects_inside_of_containers_are_inputs_that_can_be_updated(made, held):
+    def step(x, layers):
+        held(layers).w = 2 * held(layers).w
+        return x @ held(layers).w
+
+    fast = scheduler.optimize(step, backends="interpret")
+    weights, expected = Weights(batch(4)), batch(4)
+    layers = made(weights)
+    for factor in (1, 3):
+        weights.w, expected = factor * weights.w, 2 * factor * expected
+        assert_same(fast(batch(3), layers), batch(3) @ expected)
+        assert held(layers) is weights
+        assert_same(weights.w, expected)
+    assert len(fast.decisions) == 1
+
+
+def test_an_object_that_occurs_twice_or_holds_itself_is_one_object():
+    def step(x, layers):
+        layers[0].w = 2 * layers[0].w
+        return x @ layers[1].w @ layers[0].parents[0].w
+
+    weights = Weights(X3)
+    weights.parents = [weights]
+    fast = scheduler.optimize(step, backends="interpret")
+    for times in (2, 4):
+        assert_same(fast(X3, [weights, weights]), X3 @ (times * X3) @ (times * X3))
+    assert_same(weights.w, 4 * X3)
 
 
 @jax.tree_util.register_dataclass

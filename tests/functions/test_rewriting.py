@@ -266,7 +266,7 @@ STEP_ARGUMENTS = ({"q": WEIGHT, "k": WEIGHT, "v": WEIGHT}, jax.ShapeDtypeStruct(
 
 
 def test_the_problems_that_optimize_poses_are_listed_with_counts_and_lines():
-    found = {row.operation.name: row for row in scheduler.optimize(scanned_step).problems(*STEP_ARGUMENTS)}
+    found = {row.operation.name: row for row in scheduler.problems(scheduler.optimize(scanned_step), *STEP_ARGUMENTS)}
     assert found.keys() == {"flash_attention", "flash_attention_backward", "matmul"}
     for name in ("flash_attention", "flash_attention_backward"):
         row = found[name]
@@ -416,7 +416,7 @@ def test_rewrite_leaves_symbolic_extents():
     _is_close([jax.grad(lambda *args: _with()(*args).sum())(*operands)], [exported.call(*operands)])
     assert "has symbols for extents" in tuned.report()
     with pytest.raises(ValueError, match="give the shapes of one call"):
-        scheduler.optimize(_with()).problems(spec, spec, spec)
+        scheduler.problems(scheduler.optimize(_with()), spec, spec, spec)
 
 
 def test_rewrite_refuses_what_it_does_not_know():

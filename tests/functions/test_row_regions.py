@@ -236,7 +236,7 @@ def test_optimize_runs_programs_and_names_their_lines():
     assert [(each.operation, each.backend) for each in decided.replaced] == [("rows", "interpret")]
     assert "test_row_regions.py" in decided.replaced[0].line
     assert "equations" not in fast.report()
-    assert [row.operation.name for row in fast.problems(*args)] == ["rows"]
+    assert [row.operation.name for row in scheduler.problems(fast, *args)] == ["rows"]
 
 
 def test_the_reference_of_a_region_is_its_equations(monkeypatch):

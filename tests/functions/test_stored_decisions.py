@@ -11,8 +11,8 @@ from values import record
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import ablation, comparison, interleaved, stored_decisions
-from scheduler.functions.stored_decisions import key_of
+from scheduler.functions import comparison, interleaved, lowering, stored_decisions
+from scheduler.functions.stored_decisions import find
 from search_spaces import load, lowering_compat
 
 ON_CPU = {"backends": "interpret"}
@@ -27,7 +27,7 @@ def attention(q, k, v):
 @pytest.fixture
 def work(monkeypatch):
     """What was compared or timed since the last `clear`; decisions are stored, as they are outside of tests."""
-    monkeypatch.setattr(stored_decisions, "key_of", key_of)
+    monkeypatch.setattr(stored_decisions, "find", find)
     done = []
     for module, name in (
         (comparison, "disagreement"),
@@ -83,7 +83,7 @@ def test_other_shapes_options_and_functions_are_decided(work):
 def test_another_process_lowers_and_selects_nothing(work, monkeypatch):
     first = another_process(lambda x: jax.nn.softmax(x @ x), keep="tuned")
     expected = first(X)
-    monkeypatch.setattr(ablation, "lower_with_kernels", None)
+    monkeypatch.setattr(lowering, "lower_with_kernels", None)
     second = another_process(lambda x: jax.nn.softmax(x @ x), keep="tuned")
     np.testing.assert_array_equal(second(X), expected)
     assert second.decisions[0].replaced == first.decisions[0].replaced != ()
@@ -119,6 +119,7 @@ def test_another_process_drops_the_same_group_of_kernels(work, monkeypatch):
     (before,), (after,) = first.decisions, second.decisions
     assert [each.problem.m for each in after.replaced] == [4]
     assert (after.kept, after.groups, after.left) == (before.kept, before.groups, before.left)
+    assert (after.dropped, [each.problem.m for each in after.dropped]) == (before.dropped, [8])
     assert len(after.groups) == 2
 
 

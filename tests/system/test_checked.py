@@ -32,7 +32,6 @@ def tune(**search):
 
 COUNTS = {
     "tune": lambda n: tune(budget=n, force=True),
-    "tune_function": lambda n: scheduler.tune_function(lambda x: x, jnp.ones(2), budget=n),
     "Task": lambda n: Task(SOFTMAX, PROBLEM, budget=n),
     "Task of a count": lambda n: Task(SOFTMAX, PROBLEM, count=n),
     "workers": lambda n: RunnerOptions(workers=n),
@@ -44,7 +43,6 @@ COUNTS = {
 NUMBERS = {
     "tune": lambda s: tune(seconds=s, force=True),
     "optimize": lambda s: scheduler.optimize(lambda x: x, seconds=s),
-    "tune_function": lambda s: scheduler.tune_function(lambda x: x, jnp.ones(2), minutes=s),
     "Task": lambda s: Task(SOFTMAX, PROBLEM, seconds=s),
     "compile timeout": lambda s: RunnerOptions(compile_timeout_s=s),
     "run timeout": lambda s: RunnerOptions(run_timeout_s=s),

@@ -321,7 +321,7 @@ def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
         (
             "TILE_SCHEDULER_ON_MISS",
             "modle",
-            "TILE_SCHEDULER_ON_MISS='modle' is not one of model, learn,",
+            "TILE_SCHEDULER_ON_MISS='modle' is not one of model, tune,",
         ),
         ("TILE_SCHEDULER_CACHE", "/proc/nowhere/cache.db", "/proc/nowhere/cache.db cannot be written"),
         ("TILE_SCHEDULER_CACHE", f"{__file__}/cache.db", "cannot be written (Not a directory)"),

@@ -23,9 +23,7 @@ import scheduler
 from scheduler.core import codec, fingerprints
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import CPU
-from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Entry, Environment, Measurement, Record, Trial, key_of
-from scheduler.dispatch import planned
 from scheduler.measure.buffers import timing_conditions
 from scheduler.measure.protocol import Init, Request
 from scheduler.measure.replay import Replay
@@ -441,23 +439,6 @@ def test_a_kernel_that_can_no_longer_be_traced_is_an_edit(loaded):
     before, after = both("{{|raise ValueError('not today')}}\nreturn x * 2")
     record = record_of(loaded(before))
     assert isinstance(held(loaded(after), record), fingerprints.Changed)
-
-
-def test_a_plan_does_not_answer_with_an_edited_kernel(loaded):
-    before, after = EDITS["a global"]
-    first = loaded(before)
-    record, problem = record_of(first), first.problem(X)
-    winner = record.winner
-    answer = Planned(
-        first.operation.name, problem.canonical(), winner.backend, winner.version, winner.schedule, 1, "",
-        fingerprint=winner.fingerprint, reference=record.reference,
-    )  # fmt: skip
-    plan = Plan("f", CPU.id, CPU.kind, record.environment, "1", (answer,))
-    assert planned.planned_entry(plan, first.operation, problem, CPU) == answer
-    edited = loaded(after)
-    found = planned.planned_entry(plan, edited.operation, edited.problem(X), CPU)
-    assert isinstance(found, planned.Stale)
-    assert "has changed since it was measured: make the plan again" in found.reason
 
 
 def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):

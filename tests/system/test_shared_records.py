@@ -21,7 +21,6 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.hardware import CPU, find
-from scheduler.core.neighbours import Range
 from scheduler.core.records import Failure, Imported, Measurement, key_of
 from scheduler.dispatch import dispatch
 from scheduler.measure.runner import InProcess
@@ -39,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 H200 = find("NVIDIA H200")
 MARK = Imported("https://example.com/m.jsonl", "0" * 64)
 HERE = dataclasses.replace(KEY, hardware=CPU.id)
-RANGE = Range("matmul", CPU.id, '{"k":512,"n":256}', "m", 64, 256, (64, 256), ENVIRONMENT)
 
 
 def run(*arguments, status=0):
@@ -63,7 +61,6 @@ def hosted(tmp_path):
     directory.mkdir()
     other = dataclasses.replace(HERE, operation="softmax")
     text_files.add_records(directory, [record(HERE), record(other), record(KEY)])
-    text_files.add_ranges(directory, [RANGE])
     sources.write_index(directory)
     return directory
 
@@ -135,8 +132,7 @@ def test_a_file_with_another_digest_is_not_imported_and_both_digests_are_said(ho
 def test_an_index_imports_the_files_of_this_chip_alone_or_of_the_named_one(hosted, url, store):
     run("import", f"{url}/index.json")
     assert keys(store) == {HERE, dataclasses.replace(HERE, operation="softmax")}
-    assert store.ranges.all() == [RANGE]
-    assert len(Handler.asked) == 4
+    assert len(Handler.asked) == 3
     assert not any("nvidia" in path for path in Handler.asked)
     run("import", hosted / "index.json", "--hardware", "h200")
     assert KEY in keys(store)
@@ -149,13 +145,12 @@ def test_an_index_says_of_each_file_what_is_in_it(hosted):
     assert (index["format"], index["package"]) == (1, scheduler.__version__)
     assert [file["name"].partition("/")[2] for file in index["files"]] == [
         "matmul.jsonl",
-        "ranges.json",
         "softmax.jsonl",
         "matmul.jsonl",
     ]
     for file in index["files"]:
         assert file["sha256"] == hashlib.sha256((hosted / file["name"]).read_bytes()).hexdigest()
-        assert (file["records"], file["ranges"]) == ((0, 1) if "ranges" in file["name"] else (1, 0))
+        assert file["records"] == 1
         assert (file["date"], file["jax"]) == (ENVIRONMENT.date, [ENVIRONMENT.jax])
     assert {file["hardware"] for file in index["files"]} == {CPU.id, H200.id}
 
@@ -366,7 +361,7 @@ def test_a_call_prefers_verified_records_and_then_imported_ones_of_verified_kern
     assert decided(new).missed is None
     monkeypatch.setattr(type(MATMUL.kernel("mosaic_gpu")), "verified_on", frozenset())
     assert decided(new).missed is not None
-    assert decided(new).kernel.library
+    assert decided(new).reason.startswith(f"measured at {problem}")  # not the claim
     assert decided(problem).kernel.backend == "mosaic_gpu"
 
 

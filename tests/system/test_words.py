@@ -12,7 +12,7 @@ import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
-from scheduler.search.task import ends_of
+from scheduler.search.task import problems_of
 from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rows.formulas import SOFTMAX
@@ -245,7 +245,7 @@ def test_blocks_of_rows_that_are_quantized_are_named_as_in_a_call():
         with pytest.raises(ValueError, match=f"block={block} does not divide columns=64"):
             called.problem.parse(fields | {"block": block})
     with pytest.raises(ValueError, match="only an extent may be a range"):
-        ends_of(called, {"rows": "8", "columns": "64..128", "block": "16"})
+        problems_of(called, {"rows": "8", "columns": "64..128", "block": "16"})
 
 
 def test_a_prediction_expects_no_gain_of_nothing():

@@ -27,7 +27,6 @@ COMMANDS = [
     "tune --job FILE",
     "sweep --job FILE --out sweeps",
     "calibrate matmul FILE --hardware h200",
-    "verify --plan FILE",
     "import FILE",
     "plot best-so-far --recording FILE",
 ]

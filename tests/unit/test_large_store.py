@@ -22,8 +22,7 @@ from scheduler.core.hardware import CPU, identified
 from scheduler.core.neighbours import place_of
 from scheduler.core.records import Key
 from scheduler.inspect.provenance import order_of
-from scheduler.prediction.between import read
-from scheduler.prediction.transfer import MOST_SPELLINGS, near, nearest
+from scheduler.prediction.transfer import MOST_SPELLINGS, near, nearest, telling_records
 from scheduler.store import cache
 from scheduler.store.database import Database
 from scheduler.store.store import Store, default_url, shipped
@@ -182,9 +181,9 @@ def test_what_was_measured_tells_before_estimates_however_near_these_are():
     with contextlib.closing(Store(":memory:")) as store:
         estimates = [record_of(DOUBLE, DoubleProblem(n), CPU, estimated=True) for n in (9, 10, 11)]
         store.put_all(estimates)
-        assert read(store, DOUBLE, DoubleProblem(8), CPU).records == estimates
+        assert telling_records(store, DOUBLE, DoubleProblem(8), CPU) == estimates
         (measured,) = fill(store, DOUBLE, [DoubleProblem(15)], CPU)
-        assert read(store, DOUBLE, DoubleProblem(8), CPU).records == [measured]
+        assert telling_records(store, DOUBLE, DoubleProblem(8), CPU) == [measured]
         assert [one.key.problem for one in store.nearest(near(DOUBLE, DoubleProblem(8), CPU, within=1))] == [
             one.key.problem for one in estimates
         ]

@@ -14,9 +14,8 @@ from scheduler.core.records import Entry, Key, Measurement, Record, key_of
 from scheduler.dispatch import dispatch
 from scheduler.model.constants import BETWEEN_CHIPS, calibrations
 from scheduler.model.pruning import illegal
-from scheduler.prediction.between import read
 from scheduler.prediction.predict import choose, predict
-from scheduler.prediction.transfer import WORTH_A_TRIAL, distance, nearest, recheck
+from scheduler.prediction.transfer import WORTH_A_TRIAL, distance, nearest, recheck, telling_records
 from scheduler.search.baseline import similar_records
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
@@ -91,7 +90,7 @@ def test_a_changed_size_is_answered_with_the_schedule_that_won_next_to_it():
     told = predict(MATMUL, problem, H200, backends=PALLAS, records=[record()])
     assert dict(told.schedule) == WON
     assert told.neighbour == str(WIDE)
-    assert f"with the schedule of {WIDE}, 0.2 doublings away" in told.reason
+    assert f"measured at {WIDE}, 0.2 doublings away" in told.reason
     assert told.predicted_s < alone.predicted_s
 
 
@@ -116,6 +115,24 @@ def test_a_small_gain_counts_where_a_neighbour_vouches_for_both():
     problem = MatmulProblem(112, 8192, 8192)
     assert predict(MATMUL, problem, H200, records=[record(ours_s=37e-6)]).backend == "mosaic_gpu"
     assert predict(MATMUL, problem, H200, records=[record(ours_s=42e-6)]).backend == "xla"
+
+
+def test_a_problem_near_a_tuned_one_uses_its_winner_if_that_is_legal_and_the_model_expects_no_loss():
+    def told(m, ours_s):
+        problem = dataclasses.replace(WIDE, m=m)
+        return predict(MATMUL, problem, H200, records=[record(ours_s=ours_s, library_s=40e-6)])
+
+    assert (dict(told(112, 38e-6).schedule), told(112, 38e-6).faster) == (WON, None)
+    assert told(124, 38e-6).backend == "xla"  # predicted to be slower than the library
+    assert dict(told(129, 30e-6).schedule) != WON  # not legal with a third row of tiles
+    assert told(64, 38e-6).faster is not None  # a doubling away, the chance of a gain decides
+
+
+def test_a_problem_near_one_where_the_library_won_uses_the_library():
+    lost = dataclasses.replace(record(), entries=record(ours_s=42e-6).entries[::-1])
+    told = predict(MATMUL, MatmulProblem(112, 8192, 8192), H200, records=[lost])
+    assert (told.backend, told.neighbour) == ("xla", str(WIDE))
+    assert predict(MATMUL, MatmulProblem(112, 8192, 8192), H200, backends=PALLAS, records=[lost]).schedule == WON
 
 
 def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_next_to_it():
@@ -218,10 +235,10 @@ def test_a_record_of_this_chip_is_asked_before_those_of_its_siblings():
     problem, mine = MatmulProblem(120, 8192, 8192), dataclasses.replace(record(), key=key_of(MATMUL, WIDE, H100))
     store = Store(":memory:")
     store.put(record())
-    assert [one.key.hardware for one in read(store, MATMUL, problem, H100).records] == [H200.id]
-    assert [one.key.hardware for one in read(store, MATMUL, WIDE, H100).records] == [H200.id]
+    assert [one.key.hardware for one in telling_records(store, MATMUL, problem, H100)] == [H200.id]
+    assert [one.key.hardware for one in telling_records(store, MATMUL, WIDE, H100)] == [H200.id]
     store.put(mine)
-    assert [one.key.hardware for one in read(store, MATMUL, problem, H100).records] == [H100.id]
+    assert [one.key.hardware for one in telling_records(store, MATMUL, problem, H100)] == [H100.id]
 
 
 def test_a_chip_without_measurements_is_predicted_with_the_constants_of_its_nearest_sibling():

@@ -36,20 +36,10 @@ def _no_answers(_own_cache, monkeypatch):
 def plan_of(problem=PROBLEM, backend="interpret", **fields):
     chip = hardware.detect()
     schedule = dict(scheduler.predict(MATMUL, problem, backends=backend).schedule)
-    answer = Planned(
-        "matmul", problem.canonical(), backend, MATMUL.kernel(backend).version, schedule, 3, "faster", 2e-6, 3e-6
-    )
-    figures = (Figure("xla", 3e-3, 1e-5, 20), Figure("plan", 2e-3, 1e-5, 20))
-    made = Plan(
-        "model.py:step",
-        chip.id,
-        chip.kind,
-        Environment("0.11.2", "0.11.2", "", "2026-11-22T10:00:00Z"),
-        "0.1",
-        (answer,),
-        figures,
-        "1.5x XLA",
-    )
+    answer = Planned("matmul", problem.canonical(), backend, MATMUL.kernel(backend).version, schedule, "faster")
+    figures = (Figure("x: float32[64,32]", "uses 1 kernel: 1.50 times as fast", 2e-3, 3e-3),)
+    environment = Environment("0.11.2", "0.11.2", "", "2026-11-22T10:00:00Z")
+    made = Plan("step", chip.id, environment, "0.1", (answer,), figures, ("padded",))
     return dataclasses.replace(made, **fields)
 
 
@@ -76,19 +66,19 @@ def test_a_plan_is_the_same_after_its_file(tmp_path):
     loaded = Plan.load(tmp_path / "step.plan.json")
     assert (loaded, hash(loaded), loaded.digest) == (made, hash(made), made.digest)
     assert dataclasses.asdict(loaded) == dataclasses.asdict(made)
-    assert loaded != with_answer(count=4)
+    assert loaded != with_answer(reason="slower")
 
 
 def test_a_plan_prints_what_it_answers_and_what_that_gained():
     shown = repr(plan_of()).splitlines()
-    assert shown[0].startswith(f"plan {plan_of().digest} of model.py:step on cpu (")
+    assert shown[0].startswith(f"plan {plan_of().digest} of step on cpu (")
     assert shown[2:] == [
-        "1.5x XLA",
-        "   xla: 3.00 ms a call (+- 5.00 us) in 20 rounds",
-        "  plan: 2.00 ms a call (+- 5.00 us) in 20 rounds",
-        "count    alone  library  problem, and its kernel",
-        "    3  2.00 us  3.00 us  matmul m=64 n=48 k=32 dtype=float32",
-        "                         interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
+        "(x: float32[64,32])",
+        "  uses 1 kernel: 1.50 times as fast",
+        "  a call: with kernels 2.00 ms, XLA 3.00 ms",
+        "matmul m=64 n=48 k=32 dtype=float32",
+        "  interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
+        "changed: padded",
     ]
     assert max(map(len, repr(with_answer(reason="word " * 60)).splitlines())) <= 100
 
@@ -108,8 +98,8 @@ DAMAGES = [
         "tile_m: ",
     ),
     (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "version": -1}]}), "version: an integer"),
-    (lambda plan: json.dumps({**plan, "figures": [{"variant": "best"}]}), "variant: one of xla, all, plan"),
-    (lambda plan: json.dumps({**plan, "verdict": "10x"}), "it was changed after it was written"),
+    (lambda plan: json.dumps({**plan, "figures": [{"arguments": 1}]}), "figures: item 0: arguments: text"),
+    (lambda plan: json.dumps({**plan, "function": "other"}), "it was changed after it was written"),
 ]
 
 
@@ -139,13 +129,13 @@ def test_a_plan_that_was_changed_is_accepted_with_the_digest_that_the_message_te
     file = tmp_path / "step.plan.json"
     plan_of().save(file)
     fields = json.loads(file.read_text())
-    fields["answers"][0]["count"] = 7
+    fields["answers"][0]["reason"] = "mine"
     file.write_text(json.dumps(fields))
     with pytest.raises(scheduler.PlanError) as refused:
         Plan.load(file)
     fields["digest"] = str(refused.value).split('"digest": "')[1][:16]
     file.write_text(json.dumps(fields))
-    assert Plan.load(file) == with_answer(count=7)
+    assert Plan.load(file) == with_answer(reason="mine")
 
 
 # Its answers
@@ -334,7 +324,7 @@ PROCESS = """
     ],
 )
 def test_processes_of_one_job_answer_by_one_plan_or_say_that_theirs_differ(second_plan, says, tmp_path):
-    plans = {"one": plan_of(), "other": with_answer(count=8)}
+    plans = {"one": plan_of(), "other": with_answer(reason="other")}
     for name, plan in plans.items():
         plan.save(tmp_path / name)
     with socket.socket() as free:

@@ -16,7 +16,6 @@ from jax.experimental import checkify, jet
 import scheduler
 from scheduler import (
     optimize,
-    tune_function,
     tuned_flash_attention,
     tuned_gated_matmul,
     tuned_matmul,
@@ -236,14 +235,6 @@ def test_a_search_and_an_optimized_function_meet_no_setting_of_the_caller(settin
         if setting != "no jit":  # there the function itself runs, operation by operation
             (decided,) = best.decisions
             assert decided.compiled is not None or "no kernel can be used" in decided.reason
-
-
-def test_a_plan_is_made_while_nan_is_looked_for(monkeypatch):
-    monkeypatch.setattr("scheduler.functions.interleaved.SAMPLE_S", 0.001)
-    hidden = A.at[0, 0].set(jnp.nan)
-    with jax.debug_nans(True), jax.numpy_rank_promotion("raise"):
-        plan = tune_function(lambda a, b: tuned_matmul(a, b), hidden, B, minutes=0, budget=1)
-    assert len(plan.answers) == 1
 
 
 def test_nan_of_an_optimized_function_is_a_floating_point_error():

@@ -127,8 +127,7 @@ class Agent:
             operation = _loaded(order)
             problem = operation.problem.from_canonical(order.problem, order.reference)
             backends = frozenset(order.backends) or None
-            first, brief = order.first, order.brief
-            task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
+            task = Task(operation, problem, order.budget, order.seconds, backends)
             how = SearchOptions(order.seed, order.l2, sampler=order.sampler)
             self._device.open()
             record = self._device.search(task, how, relay, lambda step: say(_progress_report(step)))

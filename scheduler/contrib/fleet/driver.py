@@ -55,8 +55,6 @@ def order(task: Task, options: SearchOptions, hardware: Hardware, environment: E
         versions=kernel_versions(operation),
         near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
-        first=task.first,
-        brief=task.brief,
         sampler=options.sampler,
         reference=task.problem.reference_text(),
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tile_scheduler
-from scheduler.core.records import L2, Point
+from scheduler.core.records import L2
 from scheduler.search.named_samplers import MODEL
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation
@@ -28,7 +28,6 @@ class Order:
       versions: the kernel versions of the driver, by backend.
       near: records of similar problems.
       known: trials of an earlier run of this search.
-      first, brief: as in `task.Task`.
     """
 
     operation: str
@@ -41,8 +40,6 @@ class Order:
     versions: Mapping[str, int]
     near: tuple[str, ...]
     known: tuple[str, ...]
-    first: tuple[Point, ...] = ()
-    brief: bool = False
     sampler: str = MODEL
     reference: str = ""
 
