@@ -24,14 +24,15 @@ from search_spaces.contrib.tpu.ragged_dot import (
     MosaicTpuRaggedDotWeights,
     RaggedTpuSchedule,
 )
+from search_spaces.contrib.tpu.visits import visits_of
 from search_spaces.matmul import epilogue
 from search_spaces.ragged_dot.problem import (
     GatedRaggedDotProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
+    covering,
     random_boundaries,
 )
-from search_spaces.ragged_dot.visits import covering, visits_of
 from tests.failures import failures
 
 pytestmark = pytest.mark.slow_but_first
