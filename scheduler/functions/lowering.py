@@ -109,7 +109,6 @@ def lower_with_kernels(
     partitioned: Partitioned | None = None,
     refuses: Refuses = lambda key: None,
     in_place: InPlace | None = None,
-    compared: bool = True,
 ) -> Lowered:
     """Lowers the result of a `jax.jit` trace, replacing regions and equations for which a kernel is selected.
 
@@ -119,12 +118,11 @@ def lower_with_kernels(
     Args:
       options: Operation name -> options for selecting its kernel.
       platforms: Platforms to lower for. None uses the platform of the arguments.
-      regions_on: The platform of this process on which regions are compared and replaced, and other changes are
-        made. None changes nothing but single equations.
+      regions_on: The platform for which regions are replaced, and other changes are made. None changes nothing but
+        single equations.
       partitioned: The problems of one device. None leaves everything that XLA partitions to it.
       refuses: Returns why a replacement is not made, by its key (`Replaced.keys`, `OTHER_CHANGES`), or None.
       in_place: Compares each tuned call with the equations that it would replace, which stay.
-      compared: Whether regions are compared on random operands first.
 
     Raises:
       CacheMiss: There is no record and the policy is "error".
@@ -143,7 +141,6 @@ def lower_with_kernels(
             others=True,
             refuses=refuses,
             in_place=in_place,
-            compared=compared,
         )
         traced = lowering_compat.with_jaxpr(traced, rewritten.jaxpr)
         left.update(rewritten.left)

@@ -41,19 +41,16 @@ def with_tuned_calls(
     others: bool = False,
     refuses: Refuses = lambda key: None,
     in_place: InPlace | None = None,
-    compared: bool = True,
 ) -> Rewritten:
     """Replaces the regions of a closed jaxpr for which a kernel or a vendor's library is selected.
-
-    Each kind of region is compared with its equations on this device first.
 
     Args:
       selection: how kernels are selected.
       platform: the platform of this process on which the calls run.
-      others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster.
+      others: whether row programs are replaced, and other equations changed where XLA computes the new ones faster. If
+        not, each kind of region and its gradient are compared with the equations on this device first.
       refuses: returns why a replacement is not made, by its key, or None; `OTHER_CHANGES` is that of the changes.
       in_place: compares each region that would be replaced; the equations of these regions stay.
-      compared: whether regions are compared on random operands first.
 
     Raises:
       CacheMiss: there is no record and the policy is "error".
@@ -77,30 +74,24 @@ def with_tuned_calls(
         text, _ = comparison.RegionComparison(region).kind
         return replacement_key(selected, text)
 
-    def placed(region: Region) -> list[TunedCall]:
-        return [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
-
     refused = dict[str, str]()
 
     def check(region: Region, calls: Sequence[TunedCall]) -> str | None:
         if (reason := refuses(key(region))) is not None:
             refused[key(region)] = reason
             return reason
-        if not compared:
+        if others:
             return None
         # The schedule of a gradient is not selected before a gradient is computed.
-        stages = region.stages if not others and len(region.stages) == 1 else ()
+        stages = region.stages if len(region.stages) == 1 else ()
         differentiable = [functools.partial(by_xla, x.operation, x.problem, x.params) for x in stages]
-        shardings = [tuple(selection.shardings(x.operation, x.problem)) for x in region.stages]
-        what = (platform, *selection.options.values(), *shardings)
-        wrong = comparison.region_disagreement(region, placed(region), what, differentiable)
-        if wrong is not None:
-            refused[key(region)] = wrong
-        return wrong
+        what = (platform, *selection.options.values())
+        return comparison.region_disagreement(region, calls, what, differentiable)
 
     def observe(region: Region) -> Region:
         assert in_place is not None
-        return in_place.region(key(region), region, placed(region))
+        placed = [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
+        return in_place.region(key(region), region, placed)
 
     changes_on = platform if others else None
     if others and (reason := refuses(OTHER_CHANGES)) is not None:

@@ -168,7 +168,7 @@ class Trial:
             name: dataclasses.replace(each, on_miss=_WITHOUT_SEARCH.get(each.on_miss, each.on_miss))
             for name, each in self.options.items()
         }
-        return lowering.lower_with_kernels(options=options, **self._where, refuses=refuses, compared=False)
+        return lowering.lower_with_kernels(options=options, **self._where, refuses=refuses)
 
     def _compiled(self, traced: Any) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
@@ -185,7 +185,7 @@ class Trial:
         with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as beside:
             while True:
                 in_place = InPlace(lowering_compat.device_count(traced.lower()), in_place)
-                observed = lower(refuses=refused.get, in_place=in_place, compared=False)
+                observed = lower(refuses=refused.get, in_place=in_place)
                 if not observed.replaced and not observed.changes:
                     return observed, None, None
                 if noisy is None:
@@ -196,7 +196,7 @@ class Trial:
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
                 failed = None
                 try:
-                    lowered = lower(refuses=refused.get, compared=False)
+                    lowered = lower(refuses=refused.get)
                     compiled = beside.submit(lowered.lowered.compile)
                 except Exception as error:  # if one kernel fails, its comparison does, too
                     failed = error

@@ -51,6 +51,7 @@ def search(agent, task, here, store, progress=lambda step: None):
     return received(agent.search(order(task, hardware, environment, store)), key, environment, store, progress)
 
 
+@pytest.mark.always
 def test_a_search_by_an_agent_is_kept_as_one_of_this_process_is(agent, here, store):
     steps = []
     record = search(agent, TASK, here, store, steps.append)

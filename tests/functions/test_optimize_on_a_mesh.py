@@ -16,7 +16,7 @@ from scheduler.dispatch import dispatch
 from scheduler.functions import stored_decisions
 from scheduler.functions.collectives import collectives
 from scheduler.functions.lowering import NOT_PARTITIONED
-from scheduler.functions.stored_decisions import key_of
+from scheduler.functions.stored_decisions import find
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ X = normal(8, 16, seed=2)
 
 
 def test_with_divided_parameters_gradients_are_scattered_and_a_second_process_decides_nothing(monkeypatch):
-    monkeypatch.setattr(stored_decisions, "key_of", key_of)  # as outside of tests
+    monkeypatch.setattr(stored_decisions, "find", find)  # as outside of tests
     dispatch.reload()  # the store of this test
     args = placed(WEIGHTS, "data"), placed(X, "data")
     fast = scheduler.optimize(sgd, **ON_CPU, donate_argnums=0)
