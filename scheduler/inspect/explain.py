@@ -8,14 +8,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Fields, Point, Schedule, Trial, fields_of
 from scheduler.core.text import share_text
 from scheduler.measure.build import describe_exception, lower_candidate, requested_onchip_bytes
 from scheduler.model.constants import calibrations, model_of, sibling_of
-from scheduler.model.cost import Breakdown
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
 from search_spaces import load_known
@@ -290,22 +288,3 @@ def group_of(term: str) -> str:
       KeyError: The model has no such term.
     """
     return {name: group for group, names in GROUPS.items() for name in names}[term]
-
-
-def bounds(parts: Breakdown, schedules: int) -> list[str]:
-    """Returns the group of each schedule's longest overlapped term.
-
-    The group is "start and end" if the serial terms together take longer.
-    """
-    names = list(parts.overlapped)
-
-    def full(values: Any) -> npt.NDArray[np.float64]:
-        return np.broadcast_to(np.asarray(values, dtype=np.float64), (schedules,))
-
-    terms = np.stack([full(parts.overlapped[name]) for name in names])
-    serial = full(sum(parts.serial.values()))
-    longest = terms.argmax(axis=0)
-    return [
-        "start and end" if serial[index] > terms[longest[index], index] else group_of(names[longest[index]])
-        for index in range(schedules)
-    ]

@@ -103,7 +103,7 @@ def overview(
     )
     made = element("section", id="list")
     if pictures.of_all:
-        summary = element("summary", "Pictures: against XLA, and under the roofline")
+        summary = element("summary", "Picture: against XLA, under the roofline")
         extend(made, [element("details", summary, *shown(pictures.of_all))])
     elif records and pictures.missing:
         extend(made, [element("p", pictures.missing, class_="faint")])

@@ -206,7 +206,7 @@ def _details(details: RecordDetails, operation: Operation[Any] | None, top: int)
 FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
 # Plots with only theme colours in all parts that depend on the background. The page can replace these by dark ones.
-EXCHANGED_COLOURS = (*FEW, plots.gains, plots.roofline)
+EXCHANGED_COLOURS = (*FEW, plots.roofline)
 # Up to this many records are drawn in this process, faster than another process imports its modules. Each process takes
 # about 300 MB.
 _AT_ONCE = 4
@@ -298,14 +298,12 @@ def _drawn(case: Case, *, every: bool) -> Iterator[Picture]:
 
 
 def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
-    """Yields the gains over XLA and the roofline plot of each chip that is not a CPU."""
+    """Yields the roofline plot of each chip that is not a CPU."""
     chips: dict[str, list[Case]] = {}
     for details in records:
         if details.case is not None and details.roofline_s is not None:
             chips.setdefault(details.case.hardware.id, []).append(details.case)
     for cases in chips.values():
-        with contextlib.suppress(NothingToDraw):
-            yield _packed(plots.gains, [one.record for one in cases if one.record is not None])
         with contextlib.suppress(NothingToDraw):
             yield _packed(plots.roofline, cases)
 
