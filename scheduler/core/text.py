@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -237,3 +238,15 @@ class _Safe(logging.Filter):
 # The only logger of this program: a child logger would bypass the filter.
 log = logging.getLogger("scheduler")
 log.addFilter(_Safe())
+
+
+@functools.cache
+def log_once(message: str, level: int = logging.WARNING) -> None:
+    """Logs a message once per process, because calls and readers of a store repeat it."""
+    log.log(level, "%s", message)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Issues a RuntimeWarning once per process and message."""
+    warn_safely(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from scheduler.core.text import log
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.query_recorder import RecordingOptions, digest
@@ -25,8 +25,6 @@ from search_spaces.sharding import Divided, Sharding, Spec, divide
 
 # Makes a tuned call of an operation on one device's shards.
 Bind = Callable[..., Any]
-
-logger = logging.getLogger("scheduler")
 
 
 def sharding_of(
@@ -75,7 +73,7 @@ def lower_divided_call(
 
     def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:
         found = divide(sharding, problem, mesh, operands, results)
-        logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), sharding_text(found))
+        log.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), sharding_text(found))
         if isinstance(options, RecordingOptions) and any(map(any, found.operands)):
             options.recorder.shardings.append((tuple(mesh.items()), found.operands))
         run = functools.partial(compute, found, functools.partial(bind, operation, params, local))
@@ -155,7 +153,7 @@ def call_sharded(
         tuple(map(partitioning_compat.partition_spec, specs)) for specs in (found.operands, found.results)
     )
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(args, in_specs, strict=True)]
-    logger.debug("%s %s on %s: %s", operation.name, problem, mesh, sharding_text(found))
+    log.debug("%s %s on %s: %s", operation.name, problem, mesh, sharding_text(found))
     return problem.pack(jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import Calibration
+from scheduler.core.text import log, log_once
 from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
@@ -233,9 +233,6 @@ def _noise(small: Array, c: Covariance) -> Array:
     return c.noise**2 + (c.small_noise * small) ** 2
 
 
-_log = logging.getLogger("scheduler")
-
-
 def model_of(
     operation: Operation[Any],
     kernel: Kernel[Any, Any],
@@ -261,7 +258,7 @@ def model_of(
     try:
         return CostModel(hardware, dataclasses.replace(start, **values))
     except ValueError as error:  # stored numbers may be out of range
-        _say_once(f"the constants of {operation.name} on {hardware.kind} are ignored: {error}")
+        log_once(f"the constants of {operation.name} on {hardware.kind} are ignored: {error}")
         return CostModel(hardware, start)
 
 
@@ -285,13 +282,6 @@ def residuals_of(operation: Operation[Any], kernel: Kernel[Any, Any], found: Map
 
 
 _residuals: dict[tuple[object, int], tuple[Calibration, Residuals]] = {}
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
 
 
 def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
@@ -360,5 +350,5 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
         try:
             found |= {c.backend: c for c in read()}
         except StoreError as error:  # reported once by the code that reads records
-            _log.debug("%s (the model continues without its constants)", error)
+            log.debug("%s (the model continues without its constants)", error)
     return found
