@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
-from scheduler.core.records import Clock
 from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Hardware description of a chip in SI units, and its measurement capabilities: the columns of the hardware table.
 
+# "cupti" is time on the device; "wall" includes the launch; "static" is not measured but estimated in cycles by the
+# compiler of the chip.
+Clock = Literal["cupti", "wall", "static"]
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +22,6 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
-
-if TYPE_CHECKING:
-    from scheduler.core.hardware import Hardware
-    from scheduler.core.records import Schedule
-    from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Describes records for lists and reports, without JAX: the order in which they are shown, and the origin of each."""
+"""Describes records in lists, reports and `print`, without JAX: their order, their origins, and a few lines on each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scheduler.core.records import Failure, Key, Measurement, Record, Trial, choice_text
-from scheduler.core.text import seconds_text
-from scheduler.inspect.verdict import first_line
+from scheduler.core.text import one_line, seconds_text
+from scheduler.inspect.verdict import against_library, confidence, first_line, standing
 from search_spaces import load_known
 
 # Numbers such as the extents in "float32[200,256]". Digits within a dtype's name are not matched.
@@ -111,6 +111,32 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     if record.imported:
         yield f"imported from {record.imported.source}, SHA-256 {record.imported.sha256}"
         yield unverified_line()
+
+
+def record_text(record: Record) -> str:
+    """Returns one line each for the problem, the winner, the library, the confidence, and the origin of the record."""
+    winner, library = record.winner, record.library_entry
+    estimated = ", estimated and not measured" if record.estimated else ""
+    estimated += ", imported and not verified here" if record.imported else ""
+    by = choice_text(winner.backend, winner.schedule)
+    lines = [str(record.key), f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {by}"]
+    if library is None:
+        lines.append(f"library: {record.library} has no time")
+    elif library != winner:
+        stands, time = standing(record, library), seconds_text(library.measurement.median_s)
+        qualifier = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[stands.state]
+        choice = choice_text(library.backend, library.schedule)
+        lines.append(f"library: {time}, {choice}; {stands.ratio:.3g} times the winner's{qualifier}")
+    else:
+        against = against_library(record)
+        other = "" if against is None else f"; the best other takes {against.ratio:.3g} times as long"
+        lines.append(f"library: {record.library} is the winner{other}")
+    lines += [first_line(f"failed: {lost}") for lost in record.failed]
+    lines += [first_line(f"note: {note}") for note in record.notes]
+    lines.append(f"how sure: {confidence(record) or 'no run-off is known.'}")
+    date, trials, *_ = record_head(record, trials_kept=True)
+    lines.append(f"{trials}. {date}.")
+    return "\n".join(map(one_line, lines))
 
 
 def unfinished_text(trials: Sequence[Trial]) -> str:

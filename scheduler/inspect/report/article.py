@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, tostring
 
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial, choice_text, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
+from scheduler.inspect.case import of_record
 from scheduler.inspect.explain import Account, without_prediction
 from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
 from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
@@ -226,6 +227,15 @@ def article(ident: str, details: RecordDetails, pictures: Sequence[Picture], mis
         if content := list(content):
             extend(made, [element("section", element("h3", heading), *content)])
     return made
+
+
+def record_html(record: Record) -> str:
+    """Returns the key figures, the comparison and the confidence of a record as HTML, for a notebook."""
+    details = RecordDetails("", record, case=of_record(record))
+    title = f"{record.key.operation} {details.problem_text} on {record.key.hardware}"
+    lines = (element("p", line) for line in record_head(record, trials_kept=True))
+    made = element("div", element("b", title), _figures(details), *_entries(details), *_sure(record), *lines)
+    return tostring(made, encoding="unicode", method="html")
 
 
 def _figures(details: RecordDetails) -> Element:
