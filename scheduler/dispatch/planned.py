@@ -79,10 +79,6 @@ def answer(
     """Returns the backend and schedule in a plan, with the reason. Falls back to the library.
 
     Args:
-      force: the active plan.
-      operation: the operation.
-      problem: the problem.
-      hardware: the chip.
       backends: the backends that the call allows; None allows all.
       strict: whether a missing entry is an error for this call, regardless of the plan's own policy.
 

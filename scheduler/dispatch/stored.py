@@ -54,10 +54,6 @@ def stored(
     the user's record is used before a shipped one.
 
     Args:
-      cache: the stores.
-      operation: the operation.
-      problem: the problem.
-      hardware: the chip.
       backends: the allowed backends; None allows all.
       shared_only: whether to read only shipped records, which are the same in all processes.
       estimates: whether estimated records may be used if there is no other one.

@@ -73,7 +73,8 @@ class Covariance:
     def of(cls, constants: Mapping[str, float]) -> Covariance:
         """Returns the covariance in a calibration's constants; missing or out-of-range values have their defaults."""
         found = {name.removeprefix(_NAMED): x for name, x in constants.items() if name.startswith(_NAMED)}
-        valid = {name: x for name, x in found.items() if 0 <= x < math.inf and _fits(name, x)}
+        may_be_0 = ("deviation", "small_deviation", "small_noise")
+        valid = {name: x for name, x in found.items() if 0 <= x < math.inf and (x or name in may_be_0)}
         relevance = {name.removeprefix(_OF_SIZE): x for name, x in valid.items() if name.startswith(_OF_SIZE)}
         scalars = {field.name for field in dataclasses.fields(cls)} - {"relevance"}
         return cls(**{name: x for name, x in valid.items() if name in scalars}, relevance=relevance)
@@ -86,10 +87,6 @@ class Covariance:
 
 # How constants of a calibration are named that are values of a covariance, and its relevance of a size.
 _NAMED, _OF_SIZE = "residual_", "relevance_"
-
-
-def _fits(name: str, value: float) -> bool:
-    return value > 0 or name.startswith("small_") or name == "deviation"
 
 
 _GRID = tuple(
@@ -243,9 +240,6 @@ def model_of(
     """Returns the cost model with the constants fitted to `kernel` and to the operation's library on this chip.
 
     Args:
-      operation: the operation.
-      kernel: the kernel.
-      hardware: the chip.
       found: backend -> calibration; None reads the stores.
     """
     if found is None:

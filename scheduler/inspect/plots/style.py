@@ -99,10 +99,6 @@ def require() -> None:
         raise MissingPackage("pictures need matplotlib, which is not installed: pip install 'tile-scheduler[plots]'")
 
 
-def theme(dark: bool) -> Theme:
-    return DARK if dark else LIGHT
-
-
 def legible_on(colour: Sequence[float]) -> str:
     """Returns black or white, whichever has the higher contrast on `colour` (sRGB red, green and blue, 0 to 1)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
@@ -121,7 +117,7 @@ def drawing(dark: bool) -> Iterator[Theme]:
     require()
     from matplotlib import style
 
-    look = theme(dark)
+    look = DARK if dark else LIGHT
     settings = FONT | {
         "figure.facecolor": look.ground,
         "savefig.facecolor": look.ground,

@@ -391,7 +391,10 @@ def _predictions(account: Account) -> Iterator[Element]:
     """Yields a table of the terms of the top predictions and the winner, and a list of their schedules."""
     winner = [ranked for ranked in account.asked if ranked not in account.first]
     shown = [*account.first, *winner]
-    names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]
+    names = [
+        *map(_place, range(1, len(account.first) + 1)),
+        *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner),
+    ]
     rows: list[tuple[Child, ...]] = [
         ("predicted", *(seconds_text(ranked.predicted_s) for ranked in shown)),
         ("on-chip memory", *(f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in shown)),
@@ -402,10 +405,6 @@ def _predictions(account: Account) -> Iterator[Element]:
     choices = compared([(account.backend, ranked.schedule) for ranked in shown])
     lines = (element("li", f"{name}: ", element("code", text)) for name, text in zip(names, choices.texts, strict=True))
     yield element("ul", *lines, class_="plain")
-
-
-def _ordinals(count: int) -> list[str]:
-    return [_place(place) for place in range(1, count + 1)]
 
 
 def _place(place: int | None) -> str:
