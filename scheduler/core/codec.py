@@ -10,17 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
-from scheduler.core.records import (
-    Calibration,
-    Failure,
-    Imported,
-    Key,
-    Measurement,
-    Record,
-    Stage,
-    Sweep,
-    Trial,
-)
+from scheduler.core.records import Calibration, Failure, Imported, Key, Measurement, Record, Stage, Sweep, Trial
 from search_spaces.space import Choice
 
 # ------------------------------------------------------------------------------

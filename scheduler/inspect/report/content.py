@@ -80,10 +80,7 @@ def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[C
     head = element("tr", *(cell("th", index, column) for index, column in enumerate(columns)))
     body = (element("tr", *(cell("td", index, child) for index, child in enumerate(row))) for row in rows)
     made = element(
-        "table",
-        element("caption", caption) if caption else None,
-        element("thead", head),
-        element("tbody", *body),
+        "table", element("caption", caption) if caption else None, element("thead", head), element("tbody", *body)
     )
     return element("div", made, class_="scrolls")
 
@@ -311,9 +308,6 @@ def _packed(draw: Callable[..., Figure], subject: object) -> Picture:
 def shown(pictures: Iterable[Picture]) -> list[Element]:
     """Returns an element for each plot. It is empty until the script unpacks the plot."""
     return [
-        element(
-            "figure",
-            element("img", alt=one.label, data_svg=one.packed, width="720", height="405"),
-        )
+        element("figure", element("img", alt=one.label, data_svg=one.packed, width="720", height="405"))
         for one in pictures
     ]
