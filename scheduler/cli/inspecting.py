@@ -101,7 +101,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
             chip = chip_of(key.hardware)
-            output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
+            output("", *record_report.trials_table(trials, record, console_here().width))
 
 
 def explain(

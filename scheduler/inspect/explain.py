@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +16,10 @@ from scheduler.measure.build import describe_exception, lower_candidate, request
 from scheduler.model.constants import calibrations, model_of, sibling_of
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
-from search_spaces import load_known
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.space import Columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,52 +108,34 @@ def explain(
       lowering: Whether to lower the top schedules of a kernel without a footprint, to read their on-chip memory. JAX
         initializes its devices for that.
     """
-    return [
-        Account(kernel.backend, kernel.version, refused=pruned)
-        if isinstance(pruned, str)
-        else _account(operation, kernel, pruned, problem, hardware, trials, top, about, lowering)
-        for kernel, pruned in predict.explain(operation, problem, hardware)
-    ]
-
-
-def _account(
-    operation: Operation[Any],
-    kernel: Kernel[Any, Any],
-    pruned: Pruned,
-    problem: Problem,
-    hardware: Hardware,
-    trials: Sequence[Trial],
-    top: int,
-    about: Sequence[Point],
-    lowering: bool,
-) -> Account:
-    ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
-    last = {
-        fields_of(trial.schedule): trial
-        for trial in trials
-        if (trial.backend, trial.version) == (kernel.backend, kernel.version)
-    }
-    tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
-    requested = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
-    top = min(top, len(ranks))
-    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *requested])
-    if lowering and not pruned.ranked:
-        shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
-    untried = len(pruned.points) - len(tried)
-    fitted = _fitted(operation, kernel, hardware) if pruned.ranked else ""
-    return Account(
-        kernel.backend,
-        kernel.version,
-        size=pruned.size,
-        dropped=pruned.dropped,
-        first=shown[:top],
-        fitted=fitted,
-        tried=tried,
-        untried=untried,
-        footprint=pruned.ranked,
-        ranks=ranks,
-        asked=shown[top:],
-    )
+    accounts = []
+    for kernel, pruned in predict.explain(operation, problem, hardware):
+        if isinstance(pruned, str):
+            accounts.append(Account(kernel.backend, kernel.version, refused=pruned))
+            continue
+        which = kernel.backend, kernel.version
+        ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
+        last = {fields_of(trial.schedule): trial for trial in trials if (trial.backend, trial.version) == which}
+        tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
+        requested = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
+        first = range(min(top, len(ranks)))
+        shown = _ranked(operation, kernel, pruned, problem, hardware, [*first, *requested])
+        if lowering and not pruned.ranked:
+            shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
+        account = Account(
+            *which,
+            size=pruned.size,
+            dropped=pruned.dropped,
+            first=shown[: len(first)],
+            fitted=_fitted(operation, kernel, hardware) if pruned.ranked else "",
+            tried=tried,
+            untried=len(pruned.points) - len(tried),
+            footprint=pruned.ranked,
+            ranks=ranks,
+            asked=shown[len(first) :],
+        )
+        accounts.append(account)
+    return accounts
 
 
 def _ranked(
@@ -216,37 +196,6 @@ def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
     columns = transactions, footprint.coalescing, footprint.access_bytes
     rows = zip(*(np.broadcast_to(column, (schedules,)) for column in columns), strict=True)
     return [Access(*map(float, row)) if row[-1] else None for row in rows]
-
-
-# ------------------------------------------------------------------------------
-# Finds the backends for which the model has no prediction: kernels that declare no footprint.
-
-
-def without_prediction(
-    operation: str, problem: Problem | None, hardware: Hardware | None, choices: Iterable[tuple[str, Schedule]]
-) -> frozenset[str]:
-    """Returns the backends among `choices` with kernels that declare no footprint, and so have no prediction.
-
-    The `predicted_s` of such a backend is the library's time. Returns an empty set if the operation, the problem or the
-    chip is unknown.
-    """
-    if problem is None or hardware is None:
-        return frozenset()
-    try:
-        kernels = {kernel.backend: kernel for kernel in load_known(operation).kernels}
-    except ValueError:
-        return frozenset()
-    found: dict[str, bool] = {}
-    for backend, schedule in choices:
-        kernel = kernels.get(backend)
-        if backend in found or kernel is None or kernel.library or kernel.supports(problem, hardware.target):
-            continue
-        try:
-            point = kernel.space(problem, hardware.target).decode(schedule)
-        except ValueError:  # not in the current space
-            continue
-        found[backend] = kernel.footprint(problem, Columns.of([point]), hardware.target) is None
-    return frozenset(backend for backend, missing in found.items() if missing)
 
 
 # ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element, tostring
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial, choice_text, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 from scheduler.inspect.case import of_record
-from scheduler.inspect.explain import Account, without_prediction
+from scheduler.inspect.explain import Account
 from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
 from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
 from scheduler.inspect.verdict import (
@@ -21,6 +21,7 @@ from scheduler.inspect.verdict import (
     order_note,
     standing,
     verdict,
+    without_prediction,
 )
 
 # ------------------------------------------------------------------------------
@@ -298,8 +299,7 @@ def _entries(details: RecordDetails) -> Iterator[Element]:
     record, case = details.record, details.case
     shown = [(entry.backend, entry.schedule) for entry in record.entries]
     choices = compared(shown)
-    problem, hardware = (case.problem, case.hardware) if case else (None, None)
-    unpredicted = without_prediction(record.key.operation, problem, hardware, shown)
+    unpredicted = without_prediction(record.entries, record.library)
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
     columns = [
         "",
@@ -419,23 +419,18 @@ def _trials(details: RecordDetails) -> Iterator[Element]:
         yield element("p", "The times of its trials are not stored with the record.")
         return
     time = "estimated" if details.record.estimated else "time"
-    yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(details), numbers=2)
     choices = compared([(trial.backend, trial.schedule) for trial in details.trials], bases_of(details.record))
-    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
-
-
-def _trial_rows(details: RecordDetails) -> Iterator[tuple[Child, ...]]:
-    tried = [(trial.backend, trial.schedule) for trial in details.trials]
-    choices = compared(tried, bases_of(details.record))
-    problem, hardware = (details.case.problem, details.case.hardware) if details.case else (None, None)
-    unpredicted = without_prediction(details.record.key.operation, problem, hardware, tried)
+    unpredicted = without_prediction(details.trials, details.record.library)
+    rows: list[tuple[Child, ...]] = []
     for trial, choice in zip(details.trials, choices.texts, strict=True):
         said = element("span", element("code", choice))
         if isinstance(trial.outcome, Failure):
             extend(said, [element("span", first_line(str(trial.outcome)), class_="failure")])
-        time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
+        took = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
         predicted = "" if trial.backend in unpredicted else seconds_text(trial.predicted_s)
-        yield str(trial.number), said, predicted, time
+        rows.append((str(trial.number), said, predicted, took))
+    yield table(None, ["", "kernel and schedule", "predicted", time], rows, numbers=2)
+    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
 
 
 def _commands(details: RecordDetails) -> Iterator[Element]:
