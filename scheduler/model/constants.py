@@ -325,10 +325,9 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
     from scheduler.store import store
 
     def shipped() -> Iterable[Calibration]:
-        with contextlib.ExitStack() as stack:
-            if (kept := store.shipped()) is None:
-                return ()
-            stack.callback(kept.close)
+        if (kept := store.shipped()) is None:
+            return ()
+        with contextlib.closing(kept):
             return kept.calibrations(hardware=hardware, operation=operation)
 
     def own() -> Iterable[Calibration]:

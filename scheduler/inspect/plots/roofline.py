@@ -80,6 +80,8 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     if any(case.took == "estimated" for case in cases):
         subtitle += " Times are estimated by the compiler where the chip was not there."
     with drawing(dark) as look:
+        from matplotlib.lines import Line2D
+
         made = figure(title, look, subtitle=subtitle, height=HEIGHT + 0.4)
         left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
         points, names = grouped(points)
@@ -100,7 +102,11 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         right.axhline(1.0, color=look.ink, lw=1.6)
         right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         right.grid(axis="y")
-        _legend(made, names, look)
+        handles = [
+            Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label="\n".join(fold(name, 2.15, most=2)))
+            for name, marker in zip(names, itertools.cycle(_MARKERS))
+        ]
+        made.legend(handles=handles, loc="outside lower center", ncols=min(4, len(names)), handletextpad=0.2)
         return made
 
 
@@ -173,14 +179,3 @@ def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: The
             along(of_it), height([p.rate for p in of_it], of_it), marker, color=look.ours, ms=5.5,
             mew=0, ls="none",
         )  # fmt: skip
-
-
-def _legend(made: Figure, names: Sequence[str], look: Theme) -> None:
-    """Adds a legend below both axes."""
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label="\n".join(fold(name, 2.15, most=2)))
-        for name, marker in zip(names, itertools.cycle(_MARKERS))
-    ]
-    made.legend(handles=handles, loc="outside lower center", ncols=min(4, len(names)), handletextpad=0.2)

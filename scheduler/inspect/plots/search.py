@@ -103,14 +103,8 @@ def _lines(case: Case, scale: float, unit: str, look: Theme) -> dict[str, tuple[
         if not isinstance(pruned, str) and not (kernel.library or kernel.vendor) and len(pruned.points)
     ]
     if tops:
-        _, backend, schedule = min(tops, key=lambda top: top[0])
-        tried = [
-            seconds for trial, seconds in case.measured() if (trial.backend, trial.schedule) == (backend, schedule)
-        ]
-        if tried:
-            value = tried[-1] / scale
-            lines["predicted"] = (value, f"top prediction,\n{case.took} {digits(value)} {unit}", look.third)
-        else:
-            value = tops[0][0] / scale
-            lines["predicted"] = (value, f"top prediction,\nnot tried: {digits(value)} {unit}", look.third)
+        predicted_s, backend, schedule = min(tops, key=lambda top: top[0])
+        tried = [s for trial, s in case.measured() if (trial.backend, trial.schedule) == (backend, schedule)]
+        value, how = (tried[-1] / scale, case.took) if tried else (predicted_s / scale, "not tried:")
+        lines["predicted"] = (value, f"top prediction,\n{how} {digits(value)} {unit}", look.third)
     return lines

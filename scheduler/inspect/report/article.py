@@ -48,34 +48,26 @@ _NOTES = (
 _FIGURES = ("time", "vs XLA", "TFLOP/s", "TB/s", "% of roofline")
 
 
-def outcome(details: RecordDetails) -> str:
-    """Returns the result of the winner against XLA as short text, used as a filter value."""
-    record = details.record
-    if record.library_entry is None:
-        return "XLA did not run"
-    stands = against_library(record)
-    if stands is not None and stands.state == "undecided":
-        return "undecided"
-    if stands is not None and stands.state == "tie":
-        return "a tie"
-    return "XLA answers" if record.winner == record.library_entry else "faster than XLA"
+def outcome(record: Record) -> tuple[str, float | None]:
+    """Returns the result against XLA as short text, used as a filter value, and the gain.
 
-
-def gain(details: RecordDetails) -> float | None:
-    """Returns XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run."""
-    record = details.record
+    The gain is XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run.
+    """
     if record.library_entry is None:
-        return None
+        return "XLA did not run", None
     stands = against_library(record)
-    won = stands is not None and stands.state == "ahead" and record.winner != record.library_entry
-    return stands.ratio if won and stands is not None else 1.0
+    if stands is not None and stands.state != "ahead":
+        return ("undecided" if stands.state == "undecided" else "a tie"), 1.0
+    if stands is None or record.winner == record.library_entry:
+        return "XLA answers", 1.0
+    return "faster than XLA", stands.ratio
 
 
 _FILTERS: Mapping[str, Callable[[RecordDetails], str]] = {
     "operation": lambda details: details.record.key.operation,
     "chip": lambda details: details.record.key.hardware,
     "dtype": lambda details: details.dtype,
-    "against XLA": outcome,
+    "against XLA": lambda details: outcome(details.record)[0],
     "kept in": lambda details: details.where,
     "times": lambda details: _times(details.record),
 }
@@ -144,13 +136,14 @@ def _filters(details: Sequence[RecordDetails]) -> Element:
 def _row(ident: str, details: RecordDetails) -> Element:
     record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
     share = None if details.roofline_s is None else 100 * details.roofline_s / time_s
+    against, gain = outcome(record)
     cells: dict[str, Child] = {
         "operation": record.key.operation,
         "problem": element("a", details.problem_text, href=f"#{ident}"),
         "chip": record.key.hardware,
         "answer": record.winner.backend,
         "time": figure(time_s, seconds_text(time_s)),
-        "vs XLA": figure(gain(details), gain_text(record)),
+        "vs XLA": figure(gain, gain_text(record)),
         "TFLOP/s": _rate(case.problem.flops / time_s if case else None),
         "TB/s": _rate(case.problem.bytes_moved / time_s if case else None),
         "% of roofline": None if share is None else figure(share, f"{share:.1f}"),
@@ -161,10 +154,10 @@ def _row(ident: str, details: RecordDetails) -> Element:
         data_operation=record.key.operation,
         data_chip=record.key.hardware,
         data_dtype=details.dtype,
-        data_against=outcome(details),
+        data_against=against,
         data_kept=details.where,
         data_times=_times(record),
-        data_words=f"{schedule_text(record.winner.schedule)} {details.where} {outcome(details)}",
+        data_words=f"{schedule_text(record.winner.schedule)} {details.where} {against}",
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
@@ -244,7 +237,7 @@ def _figures(details: RecordDetails) -> Element:
     record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
     shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
     if shown["against XLA"] == "1.00x":
-        shown["against XLA"] = outcome(details)
+        shown["against XLA"], _ = outcome(record)
     if case is not None:
         shown["rate"] = f"{digits(case.problem.flops / time_s / 1e12)} TFLOP/s"
         shown["traffic"] = f"{digits(case.problem.bytes_moved / time_s / 1e12)} TB/s"
@@ -301,17 +294,8 @@ def _entries(details: RecordDetails) -> Iterator[Element]:
     choices = compared(shown)
     unpredicted = without_prediction(record.entries, record.library)
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
-    columns = [
-        "",
-        "kernel and schedule",
-        "vs the winner",
-        "estimated" if record.estimated else "time",
-        "spread",
-        "TFLOP/s",
-        "% of roofline",
-        "predicted",
-        "off",
-    ]
+    columns = ["", "kernel and schedule", "vs the winner", "estimated" if record.estimated else "time"]
+    columns += ["spread", "TFLOP/s", "% of roofline", "predicted", "off"]
     rows = []
     for name, entry, choice in zip(names, record.entries, choices.texts, strict=False):
         time_s = entry.measurement.median_s
