@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint check-records clean
+.PHONY: demo test test-all lint check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -55,6 +55,12 @@ lint: $(stamp)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
+check-contrib:
+	rm -f tests/contrib/checked.sha256
+	$(MAKE) test-all EXTRAS=tpu TESTS=tests/contrib
+	$(BIN)/python tests/contrib/conftest.py >tests/contrib/checked.sha256
 
 # Records of this JAX, which kernels may need: PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2
 check-records: $(stamp)

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with contextlib.closing(start_runner(FLASH_ATTENTION)) as runner:
         chosen = _chosen(runner.hardware, options)
-        tasks = [jobs.Task(tuned_by(point), point.problem, options.budget) for point in chosen]
+        tasks = [jobs.Task(tuned_by(point), point.problem, jobs.SearchOptions(options.budget)) for point in chosen]
         search(tasks, runner, store, searched_by)
     if options.search:
         return

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from problems import GEMMA_2_27B, LLAMA_3_8B, LLAMA_3_70B, MISTRAL_7B, QWEN_2_5_3B, QWEN_2_5_7B
 
-from scheduler.search.jobs import Task
+from scheduler.search.jobs import SearchOptions, Task
 from scheduler.store.store import shipped
 from search_spaces import load
 
@@ -37,7 +37,7 @@ def drawn(count: int, seed: int, kinds: Sequence[Kind], budget: int) -> list[Tas
     found: dict[tuple[str, str], Task] = {}
     for kind in itertools.islice(itertools.cycle(kinds), count):
         draws = (kind(rng) for _ in range(MOST_DRAWS))
-        tasks = (Task(load(name), load(name).problem(**fields), budget) for name, fields in draws)
+        tasks = (Task(load(name), load(name).problem(**fields), SearchOptions(budget)) for name, fields in draws)
         new = (task for task in tasks if _named(task) not in tuned and _named(task) not in found)
         if (task := next(new, None)) is None:
             raise ValueError(f"no {count} problems can be drawn, only {len(found)}: ask for fewer")

@@ -90,7 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store = Store(options.cache or default_url())
     with contextlib.closing(start_runner(WRITTEN)) as runner:
         products = jobs.part(FUSED_REHEARSED if runner.hardware.platform == "cpu" else FUSED, options.part)
-        search([jobs.Task(MATMUL, p.problem, options.budget) for p in products], runner, store, deadline)
+        search(
+            [jobs.Task(MATMUL, p.problem, jobs.SearchOptions(options.budget)) for p in products],
+            runner,
+            store,
+            deadline,
+        )
     if options.search:
         return
     with contextlib.closing(start_fresh()) as fresh:

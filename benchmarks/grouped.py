@@ -132,9 +132,9 @@ def _tasks(chosen: Sequence[Point], skipped: frozenset[str], budget: int) -> lis
     tasks: dict[tuple[str, Any], jobs.Task] = {}
     for point in chosen:
         operation, _ = OPERATIONS[point.kind]
-        tasks[operation.name, point.tuned] = jobs.Task(operation, point.tuned, budget)
+        tasks[operation.name, point.tuned] = jobs.Task(operation, point.tuned, jobs.SearchOptions(budget))
         if _has_dense(point, skipped):
-            tasks[MATMUL.name, point.dense] = jobs.Task(MATMUL, point.dense, budget)
+            tasks[MATMUL.name, point.dense] = jobs.Task(MATMUL, point.dense, jobs.SearchOptions(budget))
     return list(tasks.values())
 
 

@@ -101,7 +101,7 @@ def _row(name: str, of: Moe, written: Callable[..., Any], cache: str, budget: in
     args = of.arguments()
     began = time.perf_counter()
     found = scheduler.problems(scheduler.optimize(written), *args)
-    tasks = [jobs.Task(row.operation, row.problem, budget) for row in found]
+    tasks = [jobs.Task(row.operation, row.problem, jobs.SearchOptions(budget)) for row in found]
     with contextlib.closing(start_runner(RAGGED_DOT)) as runner:
         search(tasks, runner, Store(cache), deadline)
     # `optimize` reads the user's cache.

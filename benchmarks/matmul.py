@@ -91,7 +91,12 @@ def chosen(hardware: Hardware, texts: Sequence[str] | None) -> list[Product]:
 
 def tune_all(products: Sequence[Product], runner: Runner, store: Store, budget: int, deadline: float) -> None:
     """Searches those whose answer `store` does not have."""
-    search([jobs.Task(MATMUL, product.problem, budget) for product in products], runner, store, deadline)
+    search(
+        [jobs.Task(MATMUL, product.problem, jobs.SearchOptions(budget)) for product in products],
+        runner,
+        store,
+        deadline,
+    )
 
 
 def rival_all(products: Sequence[Product], runner: Runner, work: Path, schedules: int, deadline: float) -> None:

@@ -124,13 +124,15 @@ def suite_of(hardware: Hardware, budget: int | None) -> tuple[list[jobs.Task], l
     if hardware.platform == "cpu":
         operations = [(load(name), rows, columns) for name, rows, columns in CPU_SUITE]
         return [
-            jobs.Task(one, one.problem(rows=rows, columns=columns, dtype="float32"), budget or 4)
+            jobs.Task(one, one.problem(rows=rows, columns=columns, dtype="float32"), jobs.SearchOptions(budget or 4))
             for one, rows, columns in operations
         ], []
     parsed = jobs.parse(JOB.read_text())
     tasks = [task for task in parsed if isinstance(task, jobs.Task)]
     left_out = [f"{task} is left out: {task.reason}" for task in parsed if isinstance(task, Malformed)]
-    return [jobs.Task(task.operation, task.problem, budget or task.budget) for task in tasks], left_out
+    return [
+        jobs.Task(task.operation, task.problem, jobs.SearchOptions(budget or task.options.budget)) for task in tasks
+    ], left_out
 
 
 def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:

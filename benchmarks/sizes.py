@@ -34,7 +34,7 @@ JOB = Path(__file__).with_suffix(".toml")
 # Where the interpreter rehearses.
 CPU_BYTES = 2 * GIB
 CPU_SUITE = [
-    jobs.Task(MATMUL, MatmulProblem(m, n, 16, dtype="float32"), budget=2)
+    jobs.Task(MATMUL, MatmulProblem(m, n, 16, dtype="float32"), jobs.SearchOptions(budget=2))
     for m, n in ((4096, 8192), (16, 32), (8192, 4096), (33, 17))
 ]
 

@@ -46,7 +46,7 @@ def search(tasks: Sequence[jobs.Task], runner: Runner, store: Store, deadline: f
     left = [task for task in tasks if found(task.operation, task.problem, runner.hardware, store) is None]
     for task in paced(left, "search", deadline):
         try:
-            record = tune(task.operation, task.problem, budget=task.budget, runner=runner, store=store)
+            record = tune(task.operation, task.problem, budget=task.options.budget, runner=runner, store=store)
         except NoCandidate as error:  # the other problems are worth their time
             print(f"{task}: {error}", flush=True)
             continue

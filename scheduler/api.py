@@ -190,10 +190,7 @@ def predict(
 
 
 def _named(
-    given: Any,
-    args: tuple[Any, ...],
-    options: Mapping[str, Any] | None = None,
-    search: frozenset[str] = frozenset(),
+    given: Any, args: tuple[Any, ...], options: Mapping[str, Any] | None = None, search: frozenset[str] = frozenset()
 ) -> tuple[Operation[Any], Problem]:
     """Returns the operation and its problem.
 

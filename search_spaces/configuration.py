@@ -61,13 +61,10 @@ def measurements() -> Iterator[None]:
 # ------------------------------------------------------------------------------
 # Pallas interpreters of whole kernels on a CPU: a kernel runs there, slowly, without its chip.
 
-# Platforms whose kernels can be interpreted unchanged; uninitialized memory is NaN.
-INTERPRETER_PLATFORMS = frozenset({"tpu"})
-
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Context in which kernels of `INTERPRETER_PLATFORMS` are interpreted when traced."""
+    """Context in which kernels for TPUs are interpreted when traced; uninitialized memory is NaN."""
     from jax.experimental.pallas import tpu as pltpu  # takes 60 ms, and only workers interpret
 
     try:

@@ -81,9 +81,6 @@ def interprets() -> bool:
     return _interprets.get()
 
 
-# From this version on, Mosaic can multiply float32 on a TPU in three passes of bfloat16, not only in six or one.
-HAS_TPU_BF16_3X = JAX_VERSION >= (0, 11)
-
 # From this version on, an on-chip array may be swizzled without a tiled layout, and one warp of a warpgroup may wait
 # for barriers with computed indices.
 HAS_UNTILED_SWIZZLE = HAS_ONE_WARP = JAX_VERSION >= (0, 11)
@@ -198,17 +195,6 @@ def jax_gpu_kernels_missing(name: str) -> str | None:
 def jax_gpu_kernel(name: str) -> Any:
     """Returns a module of JAX's own Pallas kernels for GPUs: "ragged_dot_mgpu"."""
     return importlib.import_module(f"{_JAX_GPU_KERNELS}.{name}")
-
-
-def with_core_count(kernel: Callable[..., Any], cores: int) -> Callable[..., Any]:
-    """Returns a copy of one of JAX's functions that sees `cores` cores on the default device.
-
-    The default device may be another chip than the one that the kernel is lowered for.
-    """
-    seen = types.ModuleType(jax.__name__)
-    vars(seen).update(vars(jax), local_devices=lambda: [types.SimpleNamespace(core_count=cores)])
-    function: Any = kernel
-    return types.FunctionType(function.__code__, {**function.__globals__, "jax": seen}, function.__name__)
 
 
 def writing_over(run: Callable[..., Any]) -> Any:

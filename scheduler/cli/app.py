@@ -16,7 +16,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from scheduler.cli import extracting, inspecting, listing, measuring, misses, plotting, storing, tuning, verifying
+from scheduler.cli import extracting, inspecting, listing, measuring, misses, plotting, storing, tuning
 from scheduler.cli.arguments import all_stores_read
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
@@ -100,7 +100,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "shards": extracting.shards_command,
     "sweep": measuring.sweep,
     "calibrate": measuring.calibrate,
-    "verify": verifying.verify,
+    "verify": measuring.verify,
     "misses": misses.misses,
     "list": listing.list_,
     "show": inspecting.show,

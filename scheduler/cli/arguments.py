@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import job_queue
     from scheduler.search.job_queue import Executor
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -35,55 +35,59 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
+def load_each(names: list[str] | None) -> list[str] | None:
+    """Loads user-defined operations, so that records and misses can refer to them by name."""
+    from search_spaces import load
+
+    with usage_errors():
+        for name in names or ():
+            load(name)
+    return names
 
 
-OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
+def reject(combinations: Mapping[str, bool]) -> None:
+    """Raises BadParameter with the first message of which the condition holds."""
+    for message, holds in combinations.items():
+        if holds:
+            raise typer.BadParameter(message)
 
 
+_OPERATION = "A name (matmul), package.module:NAME, or file.py:NAME."
+_TIMEOUT = {"min": 0.001, "callback": finite}
+
+OperationName = Annotated[str, typer.Argument(help=_OPERATION)]
+OptionalOperation = Annotated[str | None, typer.Argument(help=_OPERATION)]
+OnlyOperation = Annotated[
+    str | None, typer.Option("--operation", help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
+]
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
-
-
-HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]
-
-
-Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips with this text in their names (any case).")]
-
-
-Everything = Annotated[bool, typer.Option("--all", help="Include records shipped for other chips than the local one.")]
-
-
-Device = Annotated[int, typer.Option(min=0, max=MOST, help="Index of the GPU among the visible ones.")]
-
-
+OptionalFields = Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")]
+JobFile = Annotated[Path | None, typer.Option(help="A TOML file that lists problems.")]
+Backends = Annotated[
+    str | None, typer.Option(help="Kernels to try in addition to XLA: comma-separated names, or pallas.")
+]
 Part = Annotated[
     str | None,
     typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share a job but no cache."),
 ]
-
-
 Own = Annotated[
     list[str] | None,
-    typer.Option(help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."),
-]
-
-
-CompileTimeout = Annotated[
-    float | None,
-    typer.Option(min=0.001, callback=finite, help="Timeout for compiling a candidate, in seconds.  [default: adapts]"),
-]
-
-
-RunTimeout = Annotated[
-    float | None,
     typer.Option(
-        min=0.001,
-        callback=finite,
-        help="Timeout for running a candidate, in seconds.  [default: adapts]",
+        callback=load_each, help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."
     ),
+]
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="Part of a chip's name: h200.")]
+Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips with this text in their names (any case).")]
+Everything = Annotated[bool, typer.Option("--all", help="Include records shipped for other chips than the local one.")]
+Most = Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 includes all.")]
+Device = Annotated[int, typer.Option(min=0, max=MOST, help="Index of the GPU among the visible ones.")]
+CompileTimeout = Annotated[
+    float | None, typer.Option(help="Timeout for compiling a candidate, in seconds.  [default: adapts]", **_TIMEOUT)
+]
+RunTimeout = Annotated[
+    float | None, typer.Option(help="Timeout for running a candidate, in seconds.  [default: adapts]", **_TIMEOUT)
 ]
 
 
@@ -97,13 +101,8 @@ def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Proble
         raise ValueError(f"{operation.name}: {error}") from error
 
 
-def named_tasks(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> list[Task]:
+def named_tasks(operation: Operation[Any], fields: Sequence[str], search: SearchOptions) -> list[Task]:
     """Returns the search task for the problem, or those for the points of a range, of command-line fields.
-
-    Args:
-      operation: the operation.
-      fields: the fields, as ``name=value``.
-      search: the search options of the task.
 
     Raises:
       ValueError: the fields are not a problem or a range.
@@ -111,7 +110,7 @@ def named_tasks(operation: Operation[Any], fields: Sequence[str], search: Mappin
     from scheduler.search import jobs
 
     try:
-        return jobs.tasks_of(operation, field_texts(fields), **search)
+        return jobs.tasks_of(operation, field_texts(fields), search)
     except ValueError as error:
         raise ValueError(f"{operation.name}: {error}") from error
 
@@ -130,6 +129,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
     """Whether the problem of a record has these values."""
+    from scheduler.core import codec
     from search_spaces import load_known
     from search_spaces.problem import canonical
 
@@ -138,37 +138,37 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
     try:
         values = vars((operation or load_known(record.key.operation)).problem.from_canonical(record.key.problem))
     except ValueError:  # the defaults of omitted fields are unknown without the operation
-        values = json_fields(record.key.problem)
+        fields_here = codec.problem_to_json(record.key.problem)
+        values = fields_here if isinstance(fields_here, dict) else {}
     return all(str(values.get(name)).lower() in (text.lower(), canonical(text)) for name, text in fields.items())
 
 
-def json_fields(problem: str) -> Mapping[str, Any]:
-    """Returns the fields of a stored problem, without its operation's types; empty if the problem has no fields."""
-    from scheduler.core import codec
+def wanted_by(
+    keys: Sequence[Key], operation: str | None, hardware: str | None, fields: Sequence[str] | None = None
+) -> Callable[[Key], bool]:
+    """Returns a filter for keys of an operation, of a chip whose name matches `hardware`, and of one problem.
 
-    values = codec.problem_to_json(problem)
-    return values if isinstance(values, dict) else {}
-
-
-def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:
-    """Returns a filter for keys of an operation, and of a chip whose name matches `hardware`.
-
-    None disables either condition.
+    None disables a condition.
 
     Raises:
-      BadParameter: the operation or the chip is unknown, and does not occur in `keys`.
+      BadParameter: the operation or the chip is unknown, and does not occur in `keys`; `fields` are not a problem.
     """
     from search_spaces import OPERATIONS, load
     from search_spaces.space import unknown
 
-    if operation is not None:
+    problem = None
+    if fields:
+        with usage_errors():
+            loaded, one = problem_of(str(operation), fields)
+        operation, problem = loaded.name, one.canonical()
+    elif operation is not None:
         if ":" in operation:
             with usage_errors():
                 operation = load(operation).name
         elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is None:
-        return lambda key: operation in (None, key.operation)
+        return lambda key: operation in (None, key.operation) and problem in (None, key.problem)
     from scheduler.core.hardware import named, table, unknown_chip
 
     kinds = dict.fromkeys((*(row.kind for row in table()), *(key.hardware for key in keys)))
@@ -176,7 +176,9 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
     if not meant and not named(hardware, kinds):
         raise typer.BadParameter(f"no hardware {unknown_chip(hardware, kinds)}")
     return lambda key: (
-        operation in (None, key.operation) and (key.hardware in meant or bool(named(hardware, [key.hardware])))
+        operation in (None, key.operation)
+        and problem in (None, key.problem)
+        and (key.hardware in meant or bool(named(hardware, [key.hardware])))
     )
 
 
@@ -242,8 +244,6 @@ def chip_of(identity: str) -> Hardware | None:
 # Selection of the cluster for a job.
 
 Engine = Annotated[str | None, typer.Option(help="Engine that distributes a job over the GPUs of several hosts: ray.")]
-
-
 Address = Annotated[
     str | None,
     typer.Option(help="Address of the cluster: HOST:PORT, auto, or local (starts one on this host).  [default: auto]"),
@@ -278,12 +278,6 @@ def user_store() -> Store:
     from scheduler.store.store import Store, default_url
 
     return Store(default_url())
-
-
-def no_store() -> Store:
-    from scheduler.store.store import Store
-
-    return Store(":memory:")
 
 
 # The errors of unreadable stores that were reported, while a command runs.
@@ -341,13 +335,12 @@ def records_of(store: Store, operation: str | None, hardware: str | None) -> lis
 # Selection of the devices of this host for a job.
 
 Devices = Annotated[
-    str | None,
-    typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3."),
+    str | None, typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3.")
 ]
 
 
-def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
-    """Returns an executor for each device in `text`; "all" without a GPU is this CPU.
+def chosen(text: str | None, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
+    """Returns an executor for each device in `text`; "all" without a GPU is this CPU, None the device of `options`.
 
     Raises:
       BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
@@ -355,6 +348,8 @@ def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list
     from scheduler.measure.gpu import Gpu
     from scheduler.search import job_queue
 
+    if text is None:
+        return [job_queue.DeviceExecutor.for_operation(operation, options)]
     chips = Gpu.chips()
     if text == "all" and not chips:
         return [job_queue.DeviceExecutor.for_operation(operation, options, "the CPU")]

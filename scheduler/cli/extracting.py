@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import sys
 import textwrap
@@ -11,15 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scheduler.cli.arguments import AsJson, Fields, HardwareName, OperationName, problem_of, usage_errors
-from scheduler.cli.mesh_arguments import MeshName, letters_of, mesh_of, specs_of
 from scheduler.cli.terminal import Json, console_beside, console_here, print_json, say
 from scheduler.core import codec, frames, hints
 from scheduler.core.errors import SchedulerError
 from scheduler.core.text import mesh_text
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from scheduler.inspect.shards import Way
     from search_spaces.operation import Operation
 
@@ -30,7 +28,7 @@ def extract(
         list[str] | None,
         typer.Argument(help="Shapes of its arguments, if it has any: bfloat16[4096,512], bf16[4096@data,512]."),
     ] = None,
-    mesh: MeshName = None,
+    mesh: Annotated[str | None, typer.Option(help="A mesh: its axes and their extents, data=2,model=4.")] = None,
     optimized: Annotated[
         bool, typer.Option("--optimize", help="The job also has what scheduler.optimize replaces.")
     ] = False,
@@ -42,15 +40,23 @@ def extract(
     The job goes to standard output, everything else to standard error. --mesh simulates devices on the CPU; the
     problems are those of one device.
     """
+    import jax
+
+    from scheduler.core.hardware import find
+    from scheduler.dispatch import calls
     from scheduler.functions import named
     from scheduler.functions.optimize import optimize
-    from scheduler.functions.problems import problems, to_json
+    from scheduler.functions.problems import fake_mesh, problems, to_json
 
-    with usage_errors():
-        over = _mesh(mesh)
-        fn, given = named.function(function, arrays or (), over)
-        chip = _target_context(hardware)
-    with _context_mesh(over), chip, untraceable(function):
+    with contextlib.ExitStack() as contexts:
+        with usage_errors():
+            over = None if mesh is None else fake_mesh(mesh_of(mesh))
+            fn, given = named.function(function, arrays or (), over)
+            if hardware is not None:
+                contexts.enter_context(calls.target(find(hardware).kind))
+        if over is not None:  # for sharding constraints in the function that do not name a mesh
+            contexts.enter_context(jax.set_mesh(over))
+        contexts.enter_context(untraceable(function))
         found = problems(optimize(fn) if optimized else fn, *given)
     if as_json:
         print_json(to_json(found))
@@ -58,32 +64,6 @@ def extract(
     say(repr(found))
     if found.tuned:
         sys.stdout.write(found.job())
-
-
-def _mesh(text: str | None) -> Mesh | None:
-    if text is None:
-        return None
-    from scheduler.functions.problems import fake_mesh
-
-    return fake_mesh(mesh_of(text))
-
-
-def _context_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Sets `mesh` as the context mesh, for sharding constraints in the function that do not name a mesh."""
-    if mesh is None:
-        return contextlib.nullcontext()
-    import jax
-
-    return jax.set_mesh(mesh)
-
-
-def _target_context(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    if name is None:
-        return contextlib.nullcontext()
-    from scheduler.core import hardware
-    from scheduler.dispatch import calls
-
-    return calls.target(hardware.find(name).kind)
 
 
 @contextlib.contextmanager
@@ -160,39 +140,31 @@ def shards_command(
 
 def shards_lines(operation: Operation[Any], ways: Sequence[Way], width: int) -> Iterator[str]:
     """Yields the lines of each sharding, folded to `width`. Commands are not folded, so that they can be copied."""
-    for way in ways:
-        operands, results = (", ".join(specs) for specs in _specs(way))
+    for way, row in zip(ways, shards_json(operation, ways), strict=True):
+        operands, results = ", ".join(row["operands"]), ", ".join(row["results"])
+        lines = [f"each device: {way.divided.problem}"]
+        if row["sums"]:
+            rest = "" if way.divided.problem == way.divided.local else "; the epilogue is a separate pass after the sum"
+            scattered = " and scattered" if way.divided.scatters else ""
+            lines.append(f"results are summed over {', '.join(row['sums'])}{scattered}{rest}")
+        lines += [f"gathered: {each}" for each in row["gathered"]]
         yield from textwrap.wrap(f"{way.description}: {operands} -> {results}", width, subsequent_indent="  ")
-        for line in _way_lines(way):
+        for line in lines:
             yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
-        yield f"  {hints.tune(operation, way.divided.problem)}"
+        yield f"  {row['command']}"
         yield ""
 
 
-def _way_lines(way: Way) -> Iterator[str]:
-    divided = way.divided
-    yield f"each device: {divided.problem}"
-    if axes := _summed(way):
-        rest = "" if divided.problem == divided.local else "; the epilogue is a separate pass after the sum"
-        scattered = " and scattered" if divided.scatters else ""
-        yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
-    yield from (f"gathered: {each}" for each in divided.gathered)
-
-
-def _specs(way: Way) -> tuple[list[str], list[str]]:
-    from scheduler.inspect import shards
-
-    return [*map(shards.spec_text, way.divided.operands)], [*map(shards.spec_text, way.divided.results)]
-
-
 def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
+    from scheduler.inspect.shards import spec_text
+
     return [
         {
             "divided": way.description,
-            "operands": _specs(way)[0],
-            "results": _specs(way)[1],
+            "operands": [*map(spec_text, way.divided.operands)],
+            "results": [*map(spec_text, way.divided.results)],
             "problem": codec.problem_to_json(way.divided.problem.canonical()),
-            "sums": _summed(way),
+            "sums": list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes)),
             "gathered": list(way.divided.gathered),
             "command": hints.tune(operation, way.divided.problem),
         }
@@ -209,6 +181,84 @@ def shards_job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
     return problem_report.job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
 
 
-def _summed(way: Way) -> list[str]:
-    """Returns the mesh axes over which results are summed."""
-    return list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes))
+# ------------------------------------------------------------------------------
+# Parsers of meshes and partition specs.
+
+# For each axis of an array in the spec, the mesh axes that shard it.
+Spec = tuple[tuple[str, ...], ...]
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Parses a mesh such as ``data=2,model=4``.
+
+    Raises:
+      ValueError: the text is not a mesh.
+    """
+    found: dict[str, int] = {}
+    for each in text.split(","):
+        name, _, extent = (part.strip() for part in each.partition("="))
+        if not name.isidentifier() or not extent.isdecimal() or not int(extent):
+            raise ValueError(f"expected a mesh such as data=2,model=4, found {text!r}")
+        if name in found:
+            raise ValueError(f"the mesh {text!r} has the axis {name} twice")
+        found[name] = int(extent)
+    return found
+
+
+def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parses texts such as ``m=data`` or ``m=data,model`` to the mesh axes that shard each letter.
+
+    Raises:
+      ValueError: a text is malformed, or repeats a letter.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        letter, _, axes = (part.strip() for part in text.partition("="))
+        names = tuple(name.strip() for name in axes.split(","))
+        if not letter or not all(names):
+            raise ValueError(f"expected a letter and its mesh axes, as in m=data,model, found {text!r}")
+        if letter in found:
+            raise ValueError(f"{letter} is sharded twice")
+        found[letter] = names
+    return found
+
+
+def specs_of(text: str) -> list[Spec]:
+    """Parses partition specs such as ``P('data', None), P(None, ('x', 'y'))``; quotes around names are optional.
+
+    Raises:
+      ValueError: the text is not a list of partition specs.
+    """
+    try:
+        (statement,) = ast.parse(f"[{text}]").body
+        assert isinstance(statement, ast.Expr)
+        assert isinstance(statement.value, ast.List)
+        return [_spec(each) for each in statement.value.elts]
+    except (SyntaxError, AssertionError, ValueError):
+        raise ValueError(
+            f"expected a partition spec per array, as in P('data', None), P(None, 'model'), found {text!r}"
+        ) from None
+
+
+def _spec(node: ast.expr) -> Spec:
+    if not isinstance(node, ast.Call) or node.keywords or ast.unparse(node.func).split(".")[-1] not in _CALLED:
+        raise ValueError
+    return tuple(
+        tuple(map(_name, each.elts))
+        if isinstance(each, ast.Tuple)
+        else ()
+        if ast.unparse(each) == "None"
+        else (_name(each),)
+        for each in node.args
+    )
+
+
+_CALLED = ("P", "PartitionSpec")
+
+
+def _name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Constant(value=str(name)):
+            return name
+        case _:
+            raise ValueError

@@ -11,23 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 
-from scheduler.cli.arguments import (
-    AsJson,
-    Chips,
-    Device,
-    Fields,
-    HardwareName,
-    OperationName,
-    ask_stores,
-    chip_of,
-    hardware_here,
-    problem_of,
-    usage_errors,
-    user_store,
-    wanted_by,
-)
+from scheduler.cli import arguments
 from scheduler.cli.listing import print_goes_on
 from scheduler.cli.terminal import Json, console_here, labelled, output, print_command, print_json, say, table, texts
 from scheduler.core.errors import NothingToDraw, SchedulerError
@@ -52,7 +37,12 @@ _NOT_EVERY_CALL = (
 )
 
 
-def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
+def show(
+    operation: arguments.OperationName,
+    fields: arguments.Fields,
+    hardware: arguments.Chips = None,
+    as_json: arguments.AsJson = False,
+) -> None:
     """Show one problem's record and trials on each chip, including those of an unfinished search."""
     from scheduler.cli import plotting, record_report
     from scheduler.core import hardware as chips
@@ -62,8 +52,8 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     from scheduler.inspect.landscape import landscape
     from scheduler.inspect.provenance import record_head, unfinished_text
 
-    with usage_errors():
-        op, problem = problem_of(operation, fields)
+    with arguments.usage_errors():
+        op, problem = arguments.problem_of(operation, fields)
     canonical = problem.canonical()
 
     def ask(store: Store) -> list[tuple[Key, Record | None, list[Trial], list[Trial]]]:
@@ -73,8 +63,8 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         keys = dict.fromkeys((*records, *cut))
         return [(key, records.get(key), store.last_trials(key), cut.get(key, [])) for key in keys]
 
-    kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
-    wanted = wanted_by([key for _, key, *_ in kept], None, hardware)
+    kept = [(where, *row) for where, rows in arguments.ask_stores(ask) for row in rows]
+    wanted = arguments.wanted_by([key for _, key, *_ in kept], None, hardware)
     found = [row for row in kept if wanted(row[1])]
     if not found:
         on = f" on {hardware}" if hardware else ""
@@ -83,13 +73,13 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             chip = chips.find(hardware) if hardware else None
         raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {hints.tune(op, problem, chip)}")
     if as_json:
-        print_json([record_report.kept_json(*row, problem, chip_of(row[1].hardware)) for row in found])
+        print_json([record_report.kept_json(*row, problem, arguments.chip_of(row[1].hardware)) for row in found])
         return
     for where, key, record, trials, cut in found:
         if record is not None:
             output(f"{key}, {where}", *record_head(record, trials_kept=bool(trials)), "")
             output(
-                *record_report.entries(record, problem, chip_of(key.hardware), console_here().width),
+                *record_report.entries(record, problem, arguments.chip_of(key.hardware), console_here().width),
                 "",
                 *verdict.verdict(record),
             )
@@ -98,19 +88,18 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
                     output("", *plotting.landscape_lines(landscape(case)))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {unfinished_text(cut)}")
-            print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
+            print_goes_on(key, hints.tune(op, problem, arguments.chip_of(key.hardware)))
         if trials:
-            chip = chip_of(key.hardware)
             output("", *record_report.trials_table(trials, record, console_here().width))
 
 
 def explain(
-    operation: OperationName,
-    fields: Fields,
-    hardware: HardwareName = None,
-    device: Device = 0,
+    operation: arguments.OperationName,
+    fields: arguments.Fields,
+    hardware: arguments.HardwareName = None,
+    device: arguments.Device = 0,
     top: Annotated[int, typer.Option(min=1, help="Number of top predictions to show.")] = 5,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
     from scheduler.cli import record_report
@@ -123,19 +112,19 @@ def explain(
     from scheduler.measure.gpu import Gpu
     from scheduler.prediction import predict, transfer
 
-    with usage_errors():
-        op, problem = problem_of(operation, fields)
+    with arguments.usage_errors():
+        op, problem = arguments.problem_of(operation, fields)
         chip = chips.find(hardware) if hardware is not None else None
-    chip = chip or hardware_here(device)
+    chip = chip or arguments.hardware_here(device)
     key = key_of(op, problem, chip)
-    from_stores = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
+    from_stores = list(arguments.ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in from_stores if record is not None]
     found.sort(key=lambda each: each[1].precedence)  # as calls do
     trials = [trial for _, (_, tried) in from_stores for trial in tried]
     # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
-    telling = ask_stores(lambda store: transfer.telling_records(store, op, problem, chip))
+    telling = arguments.ask_stores(lambda store: transfer.telling_records(store, op, problem, chip))
     model = predict.predict(op, problem, chip, records=[record for _, records in telling for record in records])
     record = found[0][1] if found else None
     held = transfer.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
@@ -159,30 +148,29 @@ def explain(
 
 
 def doctor(
-    device: Device = 0,
+    device: arguments.Device = 0,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate", help="Correct constants that this chip borrows from a similar one by up to 16 measurements."
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Check the installation: the chip, the backends, the caches, the versions, and missing parts.
 
     With --calibrate, schedules of a similar chip's shipped records are timed here, and the corrected constants are
     stored in the cache. The exit status is 1 if something is broken, 3 if something is out of date (a warning), else 0.
     """
-    from scheduler.cli import terminal
     from scheduler.inspect import doctor as checks
 
-    findings = list(checks.examine(lambda: hardware_here(device), device))
+    findings = list(checks.examine(lambda: arguments.hardware_here(device), device))
     if calibrate:
         findings += _calibrated(device)
     if as_json:
-        print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
+        print_json([dataclasses.asdict(finding) for finding in findings])
     else:
-        output(terminal.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
+        output(labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
         output("", checks.summary(findings))
     states = {finding.state for finding in findings}
     if status := 1 if "broken" in states else 3 if "warning" in states else 0:
@@ -203,7 +191,7 @@ def _calibrated(device: int) -> Iterator[Finding]:
         took = f"failed: {outcome}" if isinstance(outcome, Failure) else seconds_text(outcome)
         say(f"{what}: {took}, expected {seconds_text(probe.expected_s)}")
 
-    store, package = user_store(), shipped()
+    store, package = arguments.user_store(), shipped()
     store.require_writable()
     with contextlib.closing(open_runner(RunnerOptions(device))) as runner:
         chip = runner.hardware
@@ -237,22 +225,16 @@ def explanation_json(
 
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
-    from scheduler.cli.record_report import record_json
+    from scheduler.cli.record_report import picked, record_json
     from scheduler.inspect.provenance import failures
 
     kernels = [
         {
-            "backend": account.backend,
-            "version": account.version,
-            "refused": account.refused,
-            "size": account.size,
+            **picked(account, "backend", "version", "refused", "size", "footprint", "fitted", "untried"),
             "dropped": dict(account.dropped),
-            "footprint": account.footprint,
             "first": [dataclasses.asdict(ranked) for ranked in account.first],
-            "fitted": account.fitted,
             "tried": len(account.tried),
             "failed": dict(failures(account.tried)),
-            "untried": account.untried,
         }
         for account in accounts
     ]
@@ -282,18 +264,13 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
         yield f"{title}: {account.refused}"
         return
     yield f"{title}: {account.size} schedule{'' if account.size == 1 else 's'}"
-    counts = Table.grid(padding=(0, 2))
-    counts.add_column(justify="right", no_wrap=True)
-    counts.add_column(overflow="fold")
-    for reason, count in account.dropped.items():
-        counts.add_row(*texts(f"-{count}", reason))
-    counts.add_row(*texts(f"={account.untried + len(account.tried)}", "legal"))
+    counts: list[tuple[object, str]] = [(f"-{count}", reason) for reason, count in account.dropped.items()]
+    counts.append((f"={account.untried + len(account.tried)}", "legal"))
     if trials_kept:
-        counts.add_row(*texts(len(account.tried), "of them tried"))
-        for reason, count in failures(account.tried).items():
-            counts.add_row(*texts(count, f"of these failed: {reason}"))
-        counts.add_row(*texts(account.untried, "not tried"))
-    yield counts
+        counts.append((len(account.tried), "of them tried"))
+        counts += [(count, f"of these failed: {reason}") for reason, count in failures(account.tried).items()]
+        counts.append((account.untried, "not tried"))
+    yield labelled(counts, numbers=True)
     if any(ranked.terms for ranked in account.first):
         yield ""
         yield from _first_choices(account.backend, account.first, width)

@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    SHIPPED,
-    AsJson,
-    Chips,
-    Everything,
-    ask_stores,
-    chip_of,
-    file_errors,
-    require_writable,
-    usage_errors,
-    wanted_by,
-)
-from scheduler.cli.terminal import console_here, output, print_command, print_json, say, shown_count
+from scheduler.cli import arguments
+from scheduler.cli.terminal import console_here, counted, output, print_command, print_json, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.records import Key
@@ -53,7 +42,7 @@ class Stored:
 
     Attributes:
       stores: location -> store, for the readable stores.
-      records: the records, sorted as in `_Here.order`: the user's own first, then those of local chips.
+      records: the records: the user's own first, then those of local chips, measured before estimated.
       unfinished: the selected unfinished searches, with their trials.
       left: number of records left out by the limit `most`.
       elsewhere: for each shipped record left out because its chip is not local, the chip.
@@ -88,89 +77,66 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
       most: maximum number of records; 0 means no limit.
       fields: sort problems by their fields, in the order of their operation, which imports JAX; otherwise by name.
     """
+    from scheduler.inspect.provenance import order_of
 
-    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]]]:
-        return store, store.heads(), store.unfinished()
-
-    kept = list(ask_stores(ask))
+    kept = list(arguments.ask_stores(lambda store: (store, store.heads(), store.unfinished())))
     keys = [key for _, (_, heads, cut) in kept for key in (*(head.key for head in heads), *cut)]
-    meant, here = wanted_by(keys, operation, hardware), _Here.now()
+    meant, kinds = arguments.wanted_by(keys, operation, hardware), _local_kinds()
+
+    def is_local(key: Key) -> bool:
+        return key.hardware.partition(" (")[0] in kinds
 
     def shown(where: str, key: Key) -> bool:
-        return everything or hardware is not None or where != SHIPPED or here.has(key)
+        return everything or hardware is not None or where != arguments.SHIPPED or is_local(key)
+
+    def order(row: tuple[str, Head]) -> tuple[object, ...]:
+        (where, head), key = row, row[1].key
+        problem = order_of(key, fields=fields)
+        return where == arguments.SHIPPED, not is_local(key), head.estimated, key.hardware, problem
 
     found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
-    rows = [(where, head) for where, head in found if shown(where, head.key)]
-    rows.sort(key=lambda row: here.order(*row, fields=fields))
+    rows = sorted(((where, head) for where, head in found if shown(where, head.key)), key=order)
     stores = {where: store for where, (store, *_) in kept}
+    records: dict[tuple[str, Key], Record] = {}
+    for where, store in stores.items():
+        read = store.read([head.key for place, head in rows[: most or None] if place == where])  # none malformed
+        records |= {(where, record.key): record for record in read}
     return Stored(
         stores,
-        _read(rows[:most] if most else rows, stores),
+        [(where, records[where, head.key]) for where, head in rows if (where, head.key) in records],
         [(where, key, trials) for where, (_, _, cut) in kept for key, trials in cut.items() if meant(key)],
         max(0, len(rows) - most) if most else 0,
         [head.key.hardware for where, head in found if not shown(where, head.key)],
     )
 
 
-def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
-    """Returns the records of these rows in the same order, without malformed ones."""
+def _local_kinds() -> frozenset[str]:
+    """Returns the chips of this machine, by their drivers' names.
 
-    found: dict[tuple[str, Key], Record] = {}
-    for where, store in stores.items():
-        keys = [head.key for place, head in rows if place == where]
-        found |= {(where, record.key): record for record in store.read(keys)}
-    return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
+    Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
+    """
+    platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
+    plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    if plugins and (not platforms or platforms & {"cuda", "gpu"}):
+        visible = gpu.visible_gpus()
+        found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
+        if kinds := frozenset(kind for rows in found for (kind,) in rows):
+            return kinds
+    files = (file for pattern in ("accel*", "vfio/[0-9]*") for file in Path("/dev").glob(pattern))
+    if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and any(files):
+        from scheduler.core import hardware
 
-
-def _tpu_devices() -> bool:
-    """Whether device files of TPUs exist."""
-    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """The chips of this machine, by their drivers' names."""
-
-    kinds: frozenset[str]
-
-    @classmethod
-    def now(cls) -> _Here:
-        """Detects the chips of this machine.
-
-        Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
-        """
-        platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
-        plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-        if plugins and (not platforms or platforms & {"cuda", "gpu"}):
-            visible = gpu.visible_gpus()
-            found = [gpu.query_driver("name", name) for name in ([None] if visible is None else visible)]
-            if kinds := frozenset(kind for rows in found for (kind,) in rows):
-                return cls(kinds)
-        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
-            from scheduler.core import hardware
-
-            with contextlib.suppress(SchedulerError):
-                return cls(frozenset({hardware.detect().kind}))
-        return cls(frozenset({"cpu"}))
-
-    def has(self, key: Key) -> bool:
-        """Whether a key belongs to a chip of this machine."""
-        return key.hardware.partition(" (")[0] in self.kinds
-
-    def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
-        """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
-        from scheduler.inspect.provenance import order_of
-
-        problem = order_of(head.key, fields=fields)
-        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem
+        with contextlib.suppress(SchedulerError):
+            return frozenset({hardware.detect().kind})
+    return frozenset({"cpu"})
 
 
 def list_(
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    hardware: Chips = None,
-    everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 prints all.")] = MOST,
-    as_json: AsJson = False,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    everything: arguments.Everything = False,
+    most: arguments.Most = MOST,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """List stored schedules: the user's own, those shipped for the local chip, and unfinished searches."""
     from scheduler.cli import record_report
@@ -186,7 +152,7 @@ def list_(
         output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)
     if not (stored.records or stored.unfinished):
-        _print_none([where for where in stored.stores if where != SHIPPED], operation)
+        _print_none([where for where in stored.stores if where != arguments.SHIPPED], operation)
     for left in stored.left_out_texts():
         output("", left)
 
@@ -217,11 +183,11 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None and key.operation in OPERATIONS:
         op = load(key.operation)
         with contextlib.suppress(ValueError):  # the stored problem may be invalid in the current version
-            command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
+            command = hints.tune(op, op.problem.from_canonical(key.problem), arguments.chip_of(key.hardware))
     if command is None:
         output("the original command resumes it")
     else:
-        if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
+        if (chip := arguments.chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
             # An interpreted search that takes longer than this can only have been started with --seconds.
@@ -236,12 +202,10 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
 
 def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
-    operation: Annotated[
-        str | None, typer.Option(help="Only this operation; a user-defined one as package.module:NAME or file.py:NAME.")
-    ] = None,
-    hardware: Chips = None,
-    everything: Everything = False,
-    most: Annotated[int, typer.Option(min=0, help="Maximum number of records; 0 writes all.")] = MOST,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    everything: arguments.Everything = False,
+    most: arguments.Most = MOST,
     pictures: Annotated[
         str, typer.Option(help="Pictures of each record: few, all or none. Drawing takes most of the time.")
     ] = "few",
@@ -252,34 +216,32 @@ def report(
     """
     if pictures not in ("few", "all", "none"):
         raise typer.BadParameter(f"--pictures must be few, all or none, found {pictures}")
-    require_writable(out)
+    arguments.require_writable(out)
     from scheduler.inspect import plots
     from scheduler.inspect.report import content, page
-    from scheduler.inspect.report import content as draw
     from search_spaces import load
 
     own = []
     if operation is not None and ":" in operation:
-        with usage_errors():
+        with arguments.usage_errors():
             own = [load(operation)]
     stored = chosen(operation, hardware, everything=everything, most=most)
     now = datetime.datetime.now(datetime.UTC)
     versions = {"tile-scheduler": __version__, "jax": importlib.metadata.version("jax")}
     origin = page.Origin(list(stored.stores), versions, f"{now:%Y-%m-%dT%H:%M:%SZ}", stored.left_out_texts())
     rows = [(where, record, stored.stores[where].last_trials(record.key)) for where, record in stored.records]
-    with shown_count("explaining records", len(rows)) as count:
-        records = list(count(content.gather(rows, own)))
+    records = list(counted("explaining records", len(rows))(content.gather(rows, own)))
     if pictures == "none":
-        drawn = draw.no_pictures(records, "This report was written without pictures (--pictures none).")
+        drawn = content.no_pictures(records, "This report was written without pictures (--pictures none).")
     elif not plots.available():
-        drawn = draw.no_pictures(
+        drawn = content.no_pictures(
             records, "Pictures need matplotlib: run pip install 'tile-scheduler[plots]', and write the report again."
         )
     else:
-        with shown_count("drawing the pictures of records", len(records)) as count:
-            drawn = draw.drawn_pictures(records, count, every=pictures == "all")
+        count = counted("drawing the pictures of records", len(records))
+        drawn = content.drawn_pictures(records, count, every=pictures == "all")
     text = page.page(records, stored.unfinished, origin, drawn)
-    with file_errors(out):
+    with arguments.file_errors(out):
         replace_text(out, text)
     say(f"wrote {len(rows)} record{'' if len(rows) == 1 else 's'} to {out} ({out.stat().st_size / 1e6:.1f} MB)")
     for left in stored.left_out_texts():

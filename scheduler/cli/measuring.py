@@ -1,45 +1,26 @@
-"""Commands that measure schedules and fit the cost model to measurements: `sweep`, `calibrate`."""
+"""Commands that measure schedules again, or all of them, and fit the cost model: `sweep`, `calibrate`, `verify`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    AsJson,
-    CompileTimeout,
-    Device,
-    HardwareName,
-    OperationName,
-    Own,
-    Part,
-    RunTimeout,
-    Seed,
-    ask_stores,
-    hardware_here,
-    problem_of,
-    read_text,
-    require_directory,
-    require_writable,
-    usage_errors,
-    user_store,
-)
-from scheduler.cli.terminal import output, print_json, say, shown_progress
+from scheduler.cli import arguments
+from scheduler.cli.terminal import console_here, output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
 
 
 def sweep(
     out: Annotated[Path, typer.Option(help="The file to write (.jsonl.gz), or the directory for the files of a job.")],
-    operation: Annotated[
-        str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
-    ] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    job: Annotated[Path | None, typer.Option(help="A TOML file that lists problems to measure.")] = None,
+    operation: arguments.OptionalOperation = None,
+    fields: arguments.OptionalFields = None,
+    job: arguments.JobFile = None,
     sample: Annotated[
         int | None, typer.Option(min=1, max=MOST, help="Number of schedules, drawn at random.  [default: all]")
     ] = None,
@@ -47,43 +28,42 @@ def sweep(
     again: Annotated[
         int, typer.Option(min=0, max=MOST, help="Number of fastest schedules to measure again at the end, interleaved.")
     ] = 20,
-    seed: Seed = 0,
-    backends: Annotated[
-        str | None, typer.Option(help="Kernels to sweep in addition to XLA: comma-separated names, or pallas.")
-    ] = None,
-    device: Device = 0,
-    part: Part = None,
-    own: Own = None,
-    compile_timeout: CompileTimeout = None,
-    run_timeout: RunTimeout = None,
+    seed: arguments.Seed = 0,
+    backends: arguments.Backends = None,
+    device: arguments.Device = 0,
+    part: arguments.Part = None,
+    own: arguments.Own = None,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
 ) -> None:
     """Measure every legal schedule of a problem, or a sample, and write a file that `tune --replay` searches anywhere.
 
     The same command resumes an interrupted sweep.
     """
-    if (operation is None) == (job is None):
-        raise typer.BadParameter("give either an operation with its fields, or a job: --job job.toml")
-    if part is not None and job is None:
-        raise typer.BadParameter("--part needs --job")
-    if job is not None and backends is not None:
-        raise typer.BadParameter("set backends of a job in its file")
-    from scheduler.cli import search_report
+    arguments.reject(
+        {
+            "give either an operation with its fields, or a job: --job job.toml": (operation is None) == (job is None),
+            "--part needs --job": part is not None and job is None,
+            "set backends of a job in its file": job is not None and backends is not None,
+        }
+    )
+    from scheduler.cli import record_report
     from scheduler.measure.pool import start_runner
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
 
-    with usage_errors():
+    with arguments.usage_errors():
         if job is not None:
-            tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
+            tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or ()), part or "1/1")
         else:
-            op, problem = problem_of(str(operation), fields or [])
-            tasks = [Task(op, problem, backends=jobs.parse_backends(op, backends))]
+            op, problem = arguments.problem_of(str(operation), fields or [])
+            tasks = [Task(op, problem, SearchOptions(backends=jobs.parse_backends(op, backends)))]
     if job is None:
-        require_writable(out)
+        arguments.require_writable(out)
     else:
-        require_directory(out)
+        arguments.require_directory(out)
     failed = 0
     with contextlib.ExitStack() as stack:
         runner = None
@@ -96,64 +76,124 @@ def sweep(
                 runner = start_runner(task.operation, RunnerOptions(device, None, compile_timeout, run_timeout))
                 stack.callback(runner.close)
             path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
-            with shown_progress() as progress:
+            with shown_searches() as shown:
                 head, trials = sweeps.sweep(
                     task.operation,
                     task.problem,
                     path,
                     runner,
-                    backends=task.backends,
+                    backends=task.options.backends,
                     sample=sample,
                     seed=seed,
                     repetitions=repetitions,
                     again=again,
-                    progress=functools.partial(progress, task),
+                    progress=functools.partial(shown.search, task),
                 )
             output(
-                *search_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""
+                *record_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""
             )
     if failed:
         raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
 
 
 def calibrate(
-    operation: OperationName,
+    operation: arguments.OperationName,
     recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps, all of one chip.")] = None,
-    hardware: HardwareName = None,
-    device: Device = 0,
+    hardware: arguments.HardwareName = None,
+    device: arguments.Device = 0,
     ship: Annotated[Path | None, typer.Option(help="Write to this directory of records instead of the cache.")] = None,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Fit the cost model's constants to measurements on a chip: recorded sweeps, stored trials and records.
 
     Later predictions for this chip use them. Stored records do not change.
     """
-    from scheduler.cli import search_report
+    from scheduler.cli import record_report
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
     from scheduler.search.sweep import merged_measurements, recorded_measurements, stored_measurements
     from scheduler.store import text_files
     from search_spaces import load
 
-    with usage_errors():
+    with arguments.usage_errors():
         op = load(operation)
         chip = chips.find(hardware) if hardware is not None else None
     if ship is None:
-        user_store().require_writable()
+        arguments.user_store().require_writable()
     sweeps = [recorded_measurements(op, path) for path in recordings or []]
-    chip = chip or (sweeps[0].hardware if sweeps else hardware_here(device))
-    kept = [found for _, found in ask_stores(lambda store: stored_measurements(op, chip, store))]
+    chip = chip or (sweeps[0].hardware if sweeps else arguments.hardware_here(device))
+    kept = [found for _, found in arguments.ask_stores(lambda store: stored_measurements(op, chip, store))]
     found = merged_measurements([*sweeps, *kept])
     fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
         where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))
     else:
-        store = user_store()
+        store = arguments.user_store()
         for calibration in fitted:
             store.put_calibration(calibration)
         where = store.location
     if as_json:
-        print_json([search_report.calibration_json(calibration) for calibration in fitted])
+        print_json([dataclasses.asdict(calibration) for calibration in fitted])
         return
-    output(f"{op.name} on {chip.id}", "", search_report.calibrations_table(fitted))
+    output(f"{op.name} on {chip.id}", "", record_report.calibrations_table(fitted))
     output(f"Written to {where}" if ship is not None else f"Stored in {where}")
+
+
+def verify(
+    fields: Annotated[list[str] | None, typer.Argument(help="Only problems with these fields, as name=value.")] = None,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Verify the records shipped with this package.")] = False,
+    within: Annotated[
+        float,
+        typer.Option(min=0, callback=arguments.finite, help="Percent by which a winner may be slower than a rival."),
+    ] = 3.0,
+    update: Annotated[bool, typer.Option("--update", help="Store the new times and ranking.")] = False,
+    device: arguments.Device = 0,
+    compile_timeout: arguments.CompileTimeout = None,
+    run_timeout: arguments.RunTimeout = None,
+    seed: arguments.Seed = 0,
+    as_json: arguments.AsJson = False,
+) -> None:
+    """Time stored winners again against their rivals, and report those that are no longer valid, with exit status 1.
+
+    Rivals are the other schedules of the record, including XLA's, and the model's choice. Only records of a chip of
+    this host can be timed. The new times replace an imported record, which is then verified.
+    """
+    from scheduler.cli import record_report
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search.reverify import reverify
+    from scheduler.store.store import shipped as shipped_store
+    from search_spaces import load
+
+    options = RunnerOptions(device, None, compile_timeout, run_timeout)
+    with arguments.usage_errors():
+        op = load(operation) if operation is not None else None
+        wanted = arguments.field_texts(fields or [])
+    user = arguments.user_store()
+    store = shipped_store() if shipped else user
+    stored = arguments.records_of(store, op.name if op else None, hardware) if store is not None else []
+    records = [record for record in stored if arguments.has_fields(record, op, wanted)]
+    if not records:
+        raise SchedulerError(f"no such record is {'shipped' if shipped else f'in {user.location}'}")
+    if update or any(record.imported for record in records):
+        user.require_writable()
+    verdicts, stored_count = [], 0
+    for verdict in reverify(records, operation=op, options=options, within=within / 100, seed=seed):
+        verdicts.append(verdict)
+        say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+        if verdict.refreshed is not None and (update or verdict.record.imported):
+            user.put(verdict.refreshed)
+            stored_count += 1
+    verdicts.sort(key=lambda verdict: records.index(verdict.record))
+    if as_json:
+        print_json([record_report.reverified_json(verdict) for verdict in verdicts])
+    else:
+        output(*record_report.reverified(verdicts, console_here().width))
+        if update or stored_count:
+            output(f"{stored_count} records with today's times are stored in {user.location}")
+    lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
+    if lost:
+        raise SchedulerError(f"{lost} of {len(verdicts)} records are no longer valid; tune them again, or use --update")
+    if all(verdict.state == "elsewhere" for verdict in verdicts):
+        raise SchedulerError(f"none of {len(verdicts)} records could be timed: {verdicts[0].reason}")

@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from scheduler.cli.arguments import (
-    AsJson,
-    Chips,
-    Own,
-    chip_of,
-    open_stores,
-    problem_of,
-    usage_errors,
-    user_store,
-    wanted_by,
-)
+from scheduler.cli import arguments
+from scheduler.cli.record_report import key_json, picked
 from scheduler.cli.terminal import Json, Row, console_here, ledger, output, print_json, say
-from scheduler.core import codec
 from scheduler.core.records import choice_text
 from scheduler.core.text import seconds_text
 from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from scheduler.core.records import Key, Miss, Record
+    from scheduler.core.records import Miss, Record
     from scheduler.search.missed import Missed
-    from scheduler.search.task import Task
+    from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -42,30 +32,23 @@ MANY_MISSES = 500
 
 
 def misses(
-    operation: Annotated[
-        str | None, typer.Argument(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
-    ] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="Only this problem, as name=value.")] = None,
-    hardware: Chips = None,
+    operation: arguments.OptionalOperation = None,
+    fields: arguments.OptionalFields = None,
+    hardware: arguments.Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Include misses that a record covers now.")] = False,
     forget: Annotated[
         bool, typer.Option("--forget", help="Delete them, covered or not, and print nothing else.")
     ] = False,
-    own: Own = None,
-    as_json: AsJson = False,
+    own: arguments.Own = None,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """List problems of calls that had no record, largest expected gain of a search first."""
+    from scheduler.dispatch import stored
 
-    _load(own or ())
-    problem = None
-    if fields:
-        with usage_errors():
-            op, parsed = problem_of(str(operation), fields)
-        operation, problem = op.name, parsed.canonical()
-    store = user_store()
+    store = arguments.user_store()
     kept = store.misses.all()
-    wanted = wanted_by([miss.key for miss in kept], operation, hardware)
-    kept = [miss for miss in kept if wanted(miss.key) and problem in (None, miss.key.problem)]
+    wanted = arguments.wanted_by([miss.key for miss in kept], operation, hardware, fields)
+    kept = [miss for miss in kept if wanted(miss.key)]
     if forget:
         say(f"forgot {store.misses.forget(miss.key for miss in kept)} misses")
         return
@@ -75,25 +58,25 @@ def misses(
         print_json([missed_json(one) for one in shown])
     elif shown:
         output(*misses_table(shown, console_here().width))
+    elif weighed:
+        output(f"Records cover all {len(weighed)} misses in {store.location}; --all lists them.")
     else:
-        output(_none_text(store, len(weighed)))
+        off = "" if stored.logs_misses() else f": {stored.MISSES_ENVIRONMENT} turns logging off"
+        output(f"No misses are in {store.location}{off}.")
 
 
 def tasks_missed(
-    store: Store,
-    local_chip: Hardware,
-    search: Callable[[Operation[Any], Problem], Task],
-    everything: bool,
-    part: str | None,
-    own: Sequence[str],
+    store: Store, local_chip: Hardware, search: SearchOptions, *, everything: bool, part: str | None
 ) -> list[Task]:
     """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
+    from scheduler.search.task import Task
 
-    _load(own)
     kept = store.misses.all()
-    _report_other_chips([miss.key for miss in kept], local_chip)
-    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], local_chip)
+    for chip, count in sorted(collections.Counter(miss.key.hardware for miss in kept).items()):
+        if chip != local_chip.id:
+            say(f"{count} problems on {chip} are left out: this chip is {local_chip.id}")
+    weighed = _weighed([miss for miss in kept if miss.key.hardware == local_chip.id], lambda _: local_chip)
     unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
     for (name, reason), count in unknown.items():
         say(f"{count} problems of {name} are left out: {reason}")
@@ -103,53 +86,26 @@ def tasks_missed(
     if skipped:
         gain = f"their total expected gain is below {missed.MIN_GAIN:.1%}"
         say(f"{len(skipped)} problems are left out: {gain} (--all includes them)")
-    with usage_errors():
+    with arguments.usage_errors():
         mine = jobs.part(selected, part or "1/1")
-    tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
+    tasks = [Task(one.operation, one.problem, search) for one in mine if one.operation and one.problem]
     if not tasks:
         output(f"No call on {local_chip.id} missed a record that is worth a search.")
     return tasks
 
 
-def _load(own: Sequence[str]) -> None:
-    from search_spaces import load
-
-    with usage_errors():
-        for name in own:
-            load(name)
-
-
-def _weighed(kept: Sequence[Miss], local_chip: Hardware | None = None) -> list[Missed]:
+def _weighed(kept: Sequence[Miss], chip: Callable[[str], Hardware | None] = arguments.chip_of) -> list[Missed]:
     from scheduler.prediction.transfer import telling_records
     from scheduler.search import missed
 
     if len(kept) > MANY_MISSES:
         say(f"predicting the times of {len(kept)} problems")
-    stores = open_stores()
+    stores = arguments.open_stores()
 
     def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> list[Record]:
         return [found for store in stores for found in telling_records(store, operation, problem, chip)]
 
-    return missed.weigh(
-        kept,
-        stored,
-        lambda identity: local_chip if local_chip is not None and identity == local_chip.id else chip_of(identity),
-    )
-
-
-def _report_other_chips(keys: Sequence[Key], local_chip: Hardware) -> None:
-    for chip, count in sorted(collections.Counter(key.hardware for key in keys).items()):
-        if chip != local_chip.id:
-            say(f"{count} problems on {chip} are left out: this chip is {local_chip.id}")
-
-
-def _none_text(store: Store, count_covered: int) -> str:
-    from scheduler.dispatch import stored as asked
-
-    if count_covered:
-        return f"Records cover all {count_covered} misses in {store.location}; --all lists them."
-    off = "" if asked.logs_misses() else f": {asked.MISSES_ENVIRONMENT} turns logging off"
-    return f"No misses are in {store.location}{off}."
+    return missed.weigh(kept, stored, chip)
 
 
 # ------------------------------------------------------------------------------
@@ -158,21 +114,11 @@ def _none_text(store: Store, count_covered: int) -> str:
 
 def missed_json(one: Missed) -> Json:
     """Returns a miss as JSON, with times in seconds; null if they cannot be predicted."""
-    miss = one.miss
     return {
-        "operation": miss.key.operation,
-        "problem": codec.problem_to_json(miss.key.problem),
-        "hardware": miss.key.hardware,
-        "lowered": miss.lowered,
-        "first": miss.first,
-        "last": miss.last,
-        "line": miss.line,
-        "place": miss.place,
+        **key_json(one.miss.key),
+        **picked(one.miss, "lowered", "first", "last", "line", "place"),
         "settled": one.covered_by is not None,
-        "library_s": one.library_s,
-        "best_s": one.best_s,
-        "gain_s": one.gain_s,
-        "reason": one.reason,
+        **picked(one, "library_s", "best_s", "gain_s", "reason"),
     }
 
 

@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from scheduler.cli.arguments import (
-    HardwareName,
-    ask_stores,
-    chip_of,
-    field_texts,
-    file_errors,
-    hardware_here,
-    has_fields,
-    problem_of,
-    usage_errors,
-    wanted_by,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import output, say
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import NothingToDraw
@@ -48,9 +37,9 @@ Plot = Annotated[str, typer.Argument(help=f"{MANY}; of one problem: {', '.join(O
 
 def plot(
     what: Plot,
-    operation: Annotated[str | None, typer.Argument(help="An operation; by default all.")] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    hardware: HardwareName = None,
+    operation: arguments.OptionalOperation = None,
+    fields: arguments.OptionalFields = None,
+    hardware: arguments.HardwareName = None,
     recording: Annotated[
         list[Path] | None, typer.Option(help="A recorded sweep instead of stored records. Repeatable.")
     ] = None,
@@ -82,14 +71,14 @@ def plot(
     place = out or Path(f"{what}.svg")
     if place.suffix not in (".svg", ".png"):
         raise typer.BadParameter(f"--out must end in .svg or .png, found {place}")
-    with usage_errors():
+    with arguments.usage_errors():
         words = {} if not over else {"over": tuple(over.split(",")) if what == "landscape" else over}
         if what == "landscape" and over and over.count(",") != 1:
             raise ValueError(f"--over of a landscape must name two fields, as in --over tile_m,tile_n, found {over}")
         if backend is not None:
             words["backend"] = backend
         made = _figure(what, operation, fields or [], hardware, recordings, budget, {"dark": dark, **words})
-    with file_errors(place):
+    with arguments.file_errors(place):
         if place.suffix == ".png":
             replace_bytes(place, plots.png(made))
         else:
@@ -123,11 +112,11 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
 
     If records of several chips match, the chip with the most records is selected.
     """
-    kept = [record for _, records in ask_stores(lambda store: list(store.records())) for record in records]
-    wanted = wanted_by([record.key for record in kept], operation, hardware)
+    kept = [record for _, records in arguments.ask_stores(lambda store: list(store.records())) for record in records]
+    wanted = arguments.wanted_by([record.key for record in kept], operation, hardware)
     found: dict[Any, Record] = {}
     for record in kept:
-        if wanted(record.key) and has_fields(record, None, field_texts(fields)):
+        if wanted(record.key) and arguments.has_fields(record, None, arguments.field_texts(fields)):
             found.setdefault(record.key, record)
     if not found:
         raise NothingToDraw("no such record is stored or shipped; tile-scheduler list shows all")
@@ -147,17 +136,17 @@ def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str
 
     if operation is None or not fields:
         raise ValueError(f"{what} plots one problem: give it (matmul m=4096 n=4096 k=4096), or a recorded sweep")
-    op, problem = problem_of(operation, fields)
+    op, problem = arguments.problem_of(operation, fields)
     canonical = problem.canonical()
     chip = chips.find(hardware) if hardware is not None else None
     if chip is None:
-        stores = ask_stores(
+        stores = arguments.ask_stores(
             lambda store: [head.key.hardware for head in store.heads(operation=op.name, problem=canonical)]
         )
-        known = [chip_of(identity) for _, identities in stores for identity in identities]
-        chip = next((one for one in known if one is not None), None) or hardware_here(0)
+        known = [arguments.chip_of(identity) for _, identities in stores for identity in identities]
+        chip = next((one for one in known if one is not None), None) or arguments.hardware_here(0)
     key = key_of(op, problem, chip)
-    for _, (record, trials) in ask_stores(lambda store: (store.get(key), store.last_trials(key))):
+    for _, (record, trials) in arguments.ask_stores(lambda store: (store.get(key), store.last_trials(key))):
         if record is not None or trials:
             return Case(op, problem, chip, record, tuple(trials))
     return Case(op, problem, chip)

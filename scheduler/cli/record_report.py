@@ -1,4 +1,4 @@
-"""Records and their trials, as JSON and as text."""
+"""Records, their trials, and results of searches, sweeps, calibrations and verifications, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
+from rich.table import Table
 
 from scheduler.cli.terminal import Json, Row, labelled, ledger, table, texts
 from scheduler.core import codec
-from scheduler.core.records import LIBRARY, Entry, Failure, Key, Measurement, Record, Trial
-from scheduler.core.text import digits, ratio_text, seconds_text
-from scheduler.inspect.provenance import stale, stale_line, unverified_line
+from scheduler.core.records import (
+    LIBRARY,
+    Calibration,
+    Entry,
+    Failure,
+    Key,
+    Measurement,
+    Record,
+    Sweep,
+    Trial,
+    choice_text,
+    point_of,
+)
+from scheduler.core.text import digits, ratio_text, seconds_text, share_text
+from scheduler.inspect.provenance import failures, stale, stale_line, unverified_line
 from scheduler.inspect.verdict import (
     bases_of,
     compared,
@@ -26,6 +39,8 @@ from search_spaces import format_problem
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
+    from scheduler.search.reverify import VerifyResult
+    from scheduler.search.task import Result
     from search_spaces.problem import Problem
 
 
@@ -36,17 +51,21 @@ def roofline_s(problem: Problem, hardware: Hardware) -> float:
     return CostModel(hardware).lower_bound(problem)
 
 
+def picked(value: object, *names: str) -> Json:
+    """Returns these attributes as JSON."""
+    return {name: getattr(value, name) for name in names}
+
+
+def key_json(key: Key) -> Json:
+    return {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
+
+
 def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
     """Returns an entry as JSON, with times in seconds; with `problem` and `hardware`, also its use of the chip."""
     values: Json = {
-        "backend": entry.backend,
-        "version": entry.version,
+        **picked(entry, "backend", "version"),
         "schedule": dict(entry.schedule),
-        "median_s": entry.measurement.median_s,
-        "spread_s": entry.measurement.spread_s,
-        "clock": entry.measurement.clock,
-        "estimated": entry.measurement.estimated,
-        "l2": entry.measurement.l2,
+        **picked(entry.measurement, "median_s", "spread_s", "clock", "estimated", "l2"),
         "predicted_s": entry.predicted_s,
     }
     if entry.measurement.worst_s is not None:
@@ -61,9 +80,7 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
 def record_json(record: Record, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
     other = record.library_entry
     return {
-        "operation": record.key.operation,
-        "problem": codec.problem_to_json(record.key.problem),
-        "hardware": record.key.hardware,
+        **key_json(record.key),
         "estimated": record.estimated,
         "imported": dataclasses.asdict(record.imported) if record.imported else None,
         "stale": stale(record),
@@ -73,33 +90,20 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "speedup_over_xla": other.measurement.median_s / record.winner.measurement.median_s if other else None,
         "versions": dict(record.versions),
         "environment": dataclasses.asdict(record.environment),
-        "budget": record.budget,
-        "tried": record.tried,
-        "space": record.space,
+        **picked(record, "budget", "tried", "space", "excluded", "stopped", "notes"),
         "confidence": dataclasses.asdict(record.confidence),
-        "excluded": record.excluded,
-        "stopped": record.stopped,
         "failed": [dataclasses.asdict(lost) for lost in record.failed],
-        "notes": list(record.notes),
     }
 
 
 def trial_json(trial: Trial) -> Json:
-    values: Json = {
-        "number": trial.number,
-        "backend": trial.backend,
-        "version": trial.version,
+    failed = isinstance(trial.outcome, Failure)
+    return {
+        **picked(trial, "number", "backend", "version", "predicted_s"),
         "schedule": dict(trial.schedule),
-        "predicted_s": trial.predicted_s,
-        "median_s": None,
-        "failure": None,
+        "median_s": getattr(trial.outcome, "median_s", None),
+        "failure": picked(trial.outcome, "stage", "detail") if failed else None,
     }
-    match trial.outcome:
-        case Measurement(median_s=median_s):
-            values["median_s"] = median_s
-        case Failure() as failure:
-            values["failure"] = {"stage": failure.stage, "detail": failure.detail}
-    return values
 
 
 def kept_json(
@@ -112,10 +116,9 @@ def kept_json(
     hardware: Hardware | None,
 ) -> Json:
     """Returns the stored data of a problem as JSON; without a record, only the trials of an unfinished search."""
-    names = {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
     return {
         "where": where,
-        **(names if record is None else record_json(record, problem, hardware)),
+        **(key_json(key) if record is None else record_json(record, problem, hardware)),
         "trials": [trial_json(trial) for trial in trials],
         "unfinished": len(unfinished),
     }
@@ -222,3 +225,159 @@ def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> 
         rows.append(Row(f"{trial.number:>3}  {choice}", (time, predicted), why))
     estimated = any(isinstance(trial.outcome, Measurement) and trial.outcome.estimated for trial in trials)
     yield from ledger("trial", ("estimated" if estimated else "time", "predicted"), [(choices.note, rows)], width)
+
+
+# ------------------------------------------------------------------------------
+# Results of searches, sweeps, calibrations and verifications.
+
+
+def result_json(result: Result) -> Json:
+    """Returns the result of one problem of a job as JSON; `state` is "tuned", "known" or "failed"."""
+    values: Json = {"task": str(result.task), **picked(result, "state", "reason", "elapsed_s", "resumed")}
+    problem = getattr(result.task, "problem", None)
+    if result.before is not None:
+        values["before"] = dataclasses.asdict(result.before)
+    if result.entry is not None:
+        values["answer"] = entry_json(result.entry, problem, result.hardware)
+    if result.record is not None:
+        values["record"] = record_json(result.record, problem, result.hardware)
+    return values
+
+
+def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
+    """Yields the times before and after, one row per problem of a job."""
+    from scheduler.search.task import Malformed
+
+    answered = [
+        (r.task.operation.name, r.entry) for r in of if r.entry is not None and not isinstance(r.task, Malformed)
+    ]
+    choices = compared(
+        [(entry.backend, entry.schedule) for _, entry in answered], operations=[name for name, _ in answered]
+    )
+    schedules = iter(choices.texts)
+    rows = []
+    for result in of:
+        state = "estimated" if result.record is not None and result.record.estimated else result.state
+        figures = [state, "", "", "", ""]
+        if result.entry is not None:
+            figures[2] = seconds_text(result.entry.measurement.median_s)
+            if result.before is not None:
+                figures[1] = ("" if result.before.measured else "~") + seconds_text(result.before.seconds)
+                figures[4] = _gain(result)
+            if result.library is not None:
+                figures[3] = seconds_text(result.library.measurement.median_s)
+        under = [next(schedules)] if result.entry is not None else []
+        under += [*map(str, result.broken), *result.notes]
+        rows.append(Row(str(result.task), figures, [*under, result.reason]))
+    yield from ledger(
+        "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
+    )
+    if any(row.figures[1].startswith("~") for row in rows):
+        yield "~: a prediction"
+    if any(row.figures[0] == "estimated" for row in rows):
+        yield "estimated: by the compiler, for an absent chip; nothing was measured"
+
+
+def _gain(result: Result) -> str:
+    """Formats the ratio of the time before to the time after.
+
+    Empty if the time before was not measured. If the final comparison is inconclusive, the text is its state.
+    """
+    before, record, after = result.before, result.record, result.entry
+    if before is None or record is None or after is None or not before.measured:
+        return ""
+    same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
+    if after != record.winner or not same:  # the two were not measured in the same comparison
+        ratio = before.seconds / after.measurement.median_s
+        return ratio_text(ratio) if ratio >= 1 else "undecided"
+    if same[0] == record.winner:
+        return "1.00x"
+    stands = standing(record, same[0])
+    return ratio_text(stands.ratio) if stands.state == "ahead" else stands.state
+
+
+def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
+    """Yields sentences about the measurements of a sweep and their results."""
+    drawn = "all" if sweep.sample is None else f"{sweep.sample} drawn with seed {sweep.seed}, and the library"
+    yield f"{sweep.operation} {format_problem(sweep.operation, sweep.problem)} on {sweep.kind}"
+    yield f"{sweep.space} schedules, {sweep.legal} of them legal; {drawn}, measured {sweep.repetitions} times each"
+    for reason, count in failures(trials).items():
+        yield f"{count} failed: {reason}"
+    times = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
+    if times:
+        best_s, _, best = min(times)
+        yield f"fastest: {seconds_text(best_s)}, {choice_text(best.backend, best.schedule)}"
+    if sweep.again:
+        yield f"the {sweep.again} fastest schedules and the library measured again in {sweep.rounds} rounds"
+
+
+def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
+    """Returns a table of the fitted constants of each kernel, with the remaining error of the model."""
+    made = table(
+        "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
+    )
+    for c in calibrations:
+        shown = {name: value for name, value in c.constants.items() if not name.startswith("residual_")}
+        constants = " ".join(f"{name}={value:.3g}" for name, value in shown.items())
+        made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, share_text(c.error), constants))
+    return made
+
+
+def reverified_json(verdict: VerifyResult) -> Json:
+    record = verdict.record
+    return {
+        **key_json(record.key),
+        **picked(verdict, "state", "reason"),
+        "then_s": record.winner.measurement.median_s,
+        "now_s": verdict.now.median_s if verdict.now else None,
+        "then": dataclasses.asdict(record.environment),
+        "rivals": [
+            {
+                **picked(rival, "role", "backend"),
+                "schedule": dict(rival.schedule),
+                "then_s": rival.then.measurement.median_s if rival.then else None,
+                "now_s": rival.now.median_s if isinstance(rival.now, Measurement) else None,
+                "failure": str(rival.now) if isinstance(rival.now, Failure) else None,
+            }
+            for rival in verdict.rivals
+        ],
+    }
+
+
+def reverified(verdicts: Sequence[VerifyResult], width: int) -> Iterator[RenderableType]:
+    """Yields the result for each stored winner, one row per winner."""
+    states = {"holds": "valid", "slower": "no longer fastest", "broken": "cannot be used", "elsewhere": "not timed"}
+    of_operation: dict[str, list[VerifyResult]] = {}
+    for verdict in verdicts:
+        of_operation.setdefault(verdict.record.key.operation, []).append(verdict)
+    groups = []
+    for operation, some in of_operation.items():
+        choices = compared([(v.record.winner.backend, v.record.winner.schedule) for v in some])
+        rows = []
+        for verdict, schedule in zip(some, choices.texts, strict=True):
+            record = verdict.record
+            then, now = seconds_text(record.winner.measurement.median_s), verdict.now
+            rows.append(
+                Row(
+                    f"{operation} {format_problem(operation, record.key.problem)}",
+                    (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
+                    [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
+                )
+            )
+        groups.append((choices.note, rows))
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), groups, width)
+
+
+def failure_lines(trials: Sequence[Trial], record: Record) -> list[str]:
+    """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason.
+
+    Schedules with wrong results are among the notes of the record.
+    """
+    lines = []
+    for backend in dict.fromkeys(entry.backend for entry in record.entries):
+        tried = [trial for trial in trials if trial.backend == backend]
+        if reasons := failures([trial for trial in tried if getattr(trial.outcome, "stage", "") != "verify"]):
+            lines.append(
+                f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
+            )
+    return lines

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import (
-    Chips,
-    file_errors,
-    hardware_here,
-    problem_of,
-    records_of,
-    require_directory,
-    usage_errors,
-    user_store,
-    wanted_by,
-)
+from scheduler.cli import arguments
 from scheduler.cli.terminal import output, say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import read_stream, replace_text
@@ -32,8 +22,8 @@ def export(
     file: Annotated[
         Path | None, typer.Argument(help="A file, or a directory such as records/; by default standard output.")
     ] = None,
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    hardware: Chips = None,
+    operation: arguments.OnlyOperation = None,
+    hardware: arguments.Chips = None,
     index: Annotated[
         bool,
         typer.Option("--index", help="With a directory: also write its index.json, which import reads from a URL."),
@@ -47,10 +37,10 @@ def export(
 
     if index and (file is None or file.is_file()):
         raise typer.BadParameter("--index needs a directory")
-    store = user_store()
-    records = records_of(store, operation, hardware)
+    store = arguments.user_store()
+    records = arguments.records_of(store, operation, hardware)
     if index and file is not None:
-        require_directory(file)
+        arguments.require_directory(file)
     if unverified := sum(record.imported is not None for record in records):
         say(f"{unverified} of {len(records)} records were imported, and not verified here")
     if file is None:
@@ -61,7 +51,7 @@ def export(
         if index:
             say(f"wrote {sources.write_index(file)}")
     else:
-        with file_errors(file):
+        with arguments.file_errors(file):
             replace_text(file, text_files.export_text(records))
         say(f"wrote {len(records)} records to {file}")
 
@@ -72,7 +62,7 @@ def import_(
         typer.Argument(help="A file that export wrote, its URL, or an index.json, also by URL; - is standard input."),
     ],
     sha256: Annotated[str | None, typer.Option(help="The SHA-256 digest that the file or the index must have.")] = None,
-    hardware: Chips = None,
+    hardware: arguments.Chips = None,
 ) -> None:
     """Import records into the user's own cache. They replace earlier imports of the same problems; all or none.
 
@@ -81,12 +71,12 @@ def import_(
     """
     from scheduler.store import sources
 
-    with usage_errors():
+    with arguments.usage_errors():
         digest = sources.parsed_digest(sha256) if sha256 is not None else None
-    store = user_store()
+    store = arguments.user_store()
     store.require_writable()
     if source == "-":
-        with file_errors(Path(source)):
+        with arguments.file_errors(Path(source)):
             read = sources.Source("standard input", read_stream(sys.stdin.buffer))
     else:
         read = sources.read(source)
@@ -98,7 +88,7 @@ def import_(
     else:
         indexed = _chosen(index, read.name, hardware)
         records = sources.gathered(sources.read_indexed(source, indexed, say), indexed)
-    wanted = wanted_by([record.key for record in records], None, hardware)
+    wanted = arguments.wanted_by([record.key for record in records], None, hardware)
     records = [record for record in records if wanted(record.key)]
     left = store.put_all(records)
     stays = f"; {len(left)} are left out, because a measurement of the problem exists" if left else ""
@@ -116,13 +106,13 @@ def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
     Raises:
       SchedulerError: there is none.
     """
-    if hardware is None:
-        here = hardware_here(0).id
-        files = [file for file in index.files if file.hardware == here]
-    else:
-        here = hardware
-        wanted = wanted_by([Key("", file.hardware, "") for file in index.files], None, hardware)
-        files = [file for file in index.files if wanted(Key("", file.hardware, ""))]
+    here = hardware or arguments.hardware_here(0).id
+    wanted = arguments.wanted_by([Key("", file.hardware, "") for file in index.files], None, hardware)
+    files = [
+        file
+        for file in index.files
+        if (file.hardware == here if hardware is None else wanted(Key("", file.hardware, "")))
+    ]
     if not files:
         chips = ", ".join(sorted({file.hardware for file in index.files})) or "none"
         raise SchedulerError(f"{name} has no records of {here}; --hardware selects one of its chips: {chips}")
@@ -130,25 +120,21 @@ def _chosen(index: Index, name: str, hardware: str | None) -> list[IndexedFile]:
 
 
 def forget(
-    operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    hardware: Chips = None,
+    operation: arguments.OptionalOperation = None,
+    fields: arguments.OptionalFields = None,
+    hardware: arguments.Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all (of the operation, on the chip).")] = False,
 ) -> None:
     """Delete records and trials (also of unfinished searches) from the user's own cache."""
-    problem = None
-    if not everything:
-        if operation is None or not fields:
-            raise typer.BadParameter("name a problem, or give --all")
-        with usage_errors():
-            op, parsed = problem_of(operation, fields)
-        operation, problem = op.name, parsed.canonical()
-    elif fields:
-        raise typer.BadParameter("--all and the fields of one problem exclude each other")
-    store = user_store()
+    arguments.reject(
+        {
+            "name a problem, or give --all": not everything and (operation is None or not fields),
+            "--all and the fields of one problem exclude each other": everything and bool(fields),
+        }
+    )
+    store = arguments.user_store()
     keys = store.keys()
-    wanted = wanted_by(keys, operation, hardware)
-    deleted = [key for key in keys if wanted(key) and problem in (None, key.problem)]
+    deleted = list(filter(arguments.wanted_by(keys, operation, hardware, fields), keys))
     store.forget(*deleted)
     for key in deleted:
         say(f"forgot {key}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 from rich import box
@@ -23,7 +24,7 @@ from scheduler.core.text import printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from scheduler.core.progress import JobProgress, Progress
+    from scheduler.core.progress import Progress
     from scheduler.search.job_run import Step
     from scheduler.search.task import Result, Task
 
@@ -112,76 +113,29 @@ def best_text(progress: Progress) -> str:
     return f"best {prefix}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
 
-@contextlib.contextmanager
-def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
-    """Shows the progress of searches on standard error: a bar on a terminal, otherwise a line for each new best."""
-    if not sys.stderr.isatty():
-        shown: dict[Task, str] = {}
-
-        def line(task: Task, progress: Progress) -> None:
-            if progress.done == progress.budget or shown.get(task) != best_text(progress):
-                shown[task] = best_text(progress)
-                left = "" if progress.eta_s is None else f", {progress.eta_s:.0f} s left"
-                say(f"{task}: {progress.done}/{progress.budget} trials{left}, {best_text(progress)}")
-
-        yield line
-        return
-
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bars
-
-    columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
-    columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        rows: dict[Task, Any] = {}
-
-        def draw(task: Task, progress: Progress) -> None:
-            if task not in rows:
-                rows[task] = bars.add_task("", total=progress.budget, label=printable(str(task)), left="", best="")
-            left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
-            short = printable(best_text(progress)).partition(":")[0]  # without the schedule, to fit in one line
-            bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
-
-        yield draw
-
-
 # Number of progress lines in all if standard error is not a terminal.
 _SHARE = 10
 
 
-@contextlib.contextmanager
-def shown_count(label: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
-    """Shows a count up to `total` on standard error: a bar on a terminal, otherwise a line for each tenth.
+def counted(label: str, total: int) -> Callable[[Iterable[T]], Iterable[T]]:
+    """Returns a function that wraps an iterable of `total` items and shows on standard error how many are done.
 
-    Yields:
-      A function that wraps an iterable and counts its items. An item counts as done when the next one is requested.
+    It shows a bar on a terminal, otherwise a line for each tenth. An item is done when the next one is requested.
     """
+
+    def lines(things: Iterable[T]) -> Iterator[T]:
+        next_line = 0
+        for done, thing in enumerate(things):
+            if (share := done * _SHARE // max(total, 1)) >= next_line:
+                say(f"{label}: {done} of {total} done")
+                next_line = share + 1
+            yield thing
+
     if not sys.stderr.isatty():
+        return lines
+    from rich.progress import track
 
-        def lines(things: Iterable[T]) -> Iterator[T]:
-            next_line = 0
-            for done, thing in enumerate(things):
-                if (share := done * _SHARE // max(total, 1)) >= next_line:
-                    say(f"{label}: {done} of {total} done")
-                    next_line = share + 1
-                yield thing
-
-        yield lines
-        return
-
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
-    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        row = bars.add_task(label, total=total)
-
-        def bar(things: Iterable[T]) -> Iterator[T]:
-            for thing in things:
-                yield thing
-                bars.advance(row)
-
-        yield bar
+    return functools.partial(track, description=label, total=total, console=Console(stderr=True))
 
 
 # ------------------------------------------------------------------------------
@@ -208,10 +162,10 @@ def texts(*cells: object) -> list[Text]:
     return [Text(printable(str(cell))) for cell in cells]
 
 
-def labelled(rows: Iterable[tuple[object, object]]) -> Table:
-    """Returns a table of labels and texts, with texts folded in their own column."""
+def labelled(rows: Iterable[tuple[object, object]], *, numbers: bool = False) -> Table:
+    """Returns a table of labels, right-aligned `numbers` or not, and texts, folded in their own column."""
     made = Table.grid(padding=(0, 2))
-    made.add_column(no_wrap=True)
+    made.add_column(justify="right" if numbers else "left", no_wrap=True)
     made.add_column(overflow="fold")
     for label, text in rows:
         made.add_row(*texts(label, text))
@@ -254,27 +208,18 @@ def ledger(
 
 
 # ------------------------------------------------------------------------------
-# Progress of a job on standard error: its problems, and the running searches of each executor.
-
-
-class Display(Protocol):
-    """Receives progress events of a running job."""
-
-    def step(self, step: Step) -> None:
-        """Called after each trial, and at the start of a search."""
-
-    def ended(self, result: Result) -> None:
-        """Called at the end of a problem."""
+# Progress on standard error: running searches, and the job to which they belong.
 
 
 @contextlib.contextmanager
-def shown_job(*, several: bool) -> Iterator[Display]:
-    """Shows the progress of a job.
-
-    On a terminal, shows one bar for the job and one per search. Otherwise, prints a line for each new best.
+def shown_searches(*, several: bool = False) -> Iterator[_Lines | _Bars]:
+    """Shows searches: on a terminal, a bar for each, and one for their job; otherwise, a line for each new best.
 
     Args:
       several: whether the job has several executors. If so, each search is labeled with its executor.
+
+    Yields:
+      An object to call after each trial, as `search` or, in a job, as `step`; and as `ended` after a problem of a job.
     """
     if not sys.stderr.isatty():
         yield _Lines(several)
@@ -289,23 +234,26 @@ def _eta_text(eta_s: float | None) -> str:
     return f"{eta_s:.0f} s left" if eta_s < 180 else f"{eta_s / 60:.0f} min left"
 
 
-def _search_label(step: Step, several: bool) -> str:
-    return f"{step.executor}: {step.task}" if several else str(step.task)
-
-
 class _Lines:
     def __init__(self, several: bool) -> None:
         self._several = several
         self._shown: dict[int, str] = {}
 
+    def search(self, task: Task, search: Progress) -> None:
+        self._line(task, search, _eta_text(search.eta_s))
+
     def step(self, step: Step) -> None:
-        search, which = step.search, id(step.task)
-        if search.done < search.budget and self._shown.get(which) == best_text(search):
-            return
-        self._shown[which] = best_text(search)
         job = [f"{step.job.done} of {step.job.total} problems done", _eta_text(step.job.eta_s)]
-        how_far = f"{search.done}/{search.budget} trials, {best_text(search)}"
-        say(f"{_search_label(step, self._several)}: {how_far} ({', '.join(filter(None, job))})")
+        self._line(
+            step.task, step.search, "", self._several * f"{step.executor}: ", f" ({', '.join(filter(None, job))})"
+        )
+
+    def _line(self, task: Task, search: Progress, left: str, before: str = "", after: str = "") -> None:
+        best = best_text(search)
+        if search.done == search.budget or self._shown.get(id(task)) != best:
+            self._shown[id(task)] = best
+            parts = [f"{search.done}/{search.budget} trials", left, best]
+            say(f"{before}{task}: {', '.join(filter(None, parts))}{after}")
 
     def ended(self, result: Result) -> None:
         if result.state == "failed":
@@ -317,32 +265,31 @@ class _Bars:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
-        columns += [TextColumn("{task.fields[said]}", markup=False)]
+        columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
         self._bars = Progress(*columns, console=Console(stderr=True))
         self._several = several
-        self._job: Any = None
-        self._rows: dict[int, Any] = {}
+        self._rows: dict[int, Any] = {}  # by the id of the task; 0 is the job
         self._bars.start()
 
-    def step(self, step: Step) -> None:
-        self._draw_job(step.job)
-        search, which = step.search, id(step.task)
-        if which not in self._rows:
-            self._rows[which] = self._bars.add_task("", total=search.budget, label="", said="")
+    def search(self, task: Task, search: Progress, left: bool = True, executor: str = "") -> None:
         best = printable(best_text(search)).partition(":")[0]  # without the schedule, to fit in one line
-        label = printable(_search_label(step, self._several))
-        self._bars.update(self._rows[which], completed=search.done, total=search.budget, label=label, said=best)
+        eta = _eta_text(search.eta_s) if left else ""
+        self._draw(id(task), printable(f"{executor}{task}"), search.done, search.budget, eta, best)
+
+    def step(self, step: Step) -> None:
+        self._draw(0, "problems", step.job.done, step.job.total, _eta_text(step.job.eta_s))
+        self.search(step.task, step.search, left=False, executor=self._several * f"{step.executor}: ")
+
+    def _draw(self, row: int, label: str, done: int, total: int, left: str, best: str = "") -> None:
+        if row not in self._rows:
+            self._rows[row] = self._bars.add_task("", total=total, label="", left="", best="")
+        self._bars.update(self._rows[row], completed=done, label=label, left=left, best=best)
 
     def ended(self, result: Result) -> None:
         if (row := self._rows.pop(id(result.task), None)) is not None:
             self._bars.remove_task(row)
-        if self._job is not None:
-            self._bars.advance(self._job)
-
-    def _draw_job(self, job: JobProgress) -> None:
-        if self._job is None:
-            self._job = self._bars.add_task("", total=job.total, label="problems", said="")
-        self._bars.update(self._job, completed=job.done, said=_eta_text(job.eta_s))
+        if 0 in self._rows:
+            self._bars.advance(self._rows[0])
 
     def close(self) -> None:
         self._bars.stop()

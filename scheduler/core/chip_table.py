@@ -49,8 +49,6 @@ class Abilities:
 
 
 GPU = Abilities("cupti", repetitions=(10, 10))
-# A chip that is not present: its compiler estimates times.
-NOT_HERE = Abilities("static", repetitions=(1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +81,7 @@ class Hardware:
         earlier step, each step waits for its own copies, and a block that the previous step had is not copied again
         (pipelining on TPUs: docs.jax.dev/en/latest/pallas/pipelining.html).
       names: common names of the chip in addition to its driver's name.
-      topology: JAX's topology name of machines with this chip, for ahead-of-time compilation on any host
-        (`jax.experimental.topologies`); "" if there is no such compiler.
-      static_cycles: whether that compiler estimates the cycles of a program.
+      static_cycles: whether the chip's compiler runs on any host and estimates the cycles of a program.
       extrapolated: the figures are valid for ranking but not as bounds, because they come from another chip of the
         architecture, or because times are estimates by a compiler that does not respect them.
       abilities: the measurement capabilities.
@@ -118,7 +114,6 @@ class Hardware:
     sector_bytes: int = 32
     boost: float = 1.0
     names: tuple[str, ...] = ()
-    topology: str = ""
     static_cycles: bool = False
     onchip_default_bytes: int = 0
     tmem_bytes: int = 0

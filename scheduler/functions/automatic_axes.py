@@ -14,6 +14,8 @@ from search_spaces import lowering_compat
 
 # Equations that move an array to another sharding, and nothing else.
 _MOVES = ("reshard", "mesh_cast")
+# Parameters that name the sharding of a result on explicit axes.
+_OF_RESULTS = ("sharding", "out_sharding")
 
 
 def on_automatic_axes(closed: Any) -> Any:
@@ -25,7 +27,8 @@ def on_automatic_axes(closed: Any) -> Any:
     Raises:
       NotImplementedError: The function has a `jax.shard_map` on explicit axes.
     """
-    meshes = [x.sharding.mesh for x in (*closed.in_avals, *map(jax.typeof, closed.consts))]
+    made = (x.aval for equation in closed.jaxpr.eqns for x in equation.outvars)
+    meshes = (x.sharding.mesh for x in (*closed.in_avals, *map(jax.typeof, closed.consts), *made))
     if (mesh := next(filter(_is_explicit, meshes), None)) is None:
         return closed
     whole = NamedSharding(mesh, PartitionSpec())
@@ -61,8 +64,11 @@ def _results(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
         if not args[0].ndim or not _is_explicit(to.mesh):
             return args
         return [jax.lax.with_sharding_constraint(args[0], NamedSharding(_automatic(to.mesh), to.spec))]
+    params = {name: None if name in _OF_RESULTS else _automatic(x) for name, x in params.items()}
+    if primitive.name == "sharding_constraint":
+        params["sharding"] = _constraint(equation.outvars[0].aval, equation.params["sharding"])
     with lowering_compat.source_of(equation):
-        results = primitive.bind(*args, **primitive.get_bind_params(_automatic(params)))
+        results = primitive.bind(*args, **primitive.get_bind_params(params))
     return results if primitive.multiple_results else [results]
 
 
@@ -78,13 +84,22 @@ def _automatic(x: Any) -> Any:
             if isinstance(x, Mesh):
                 return Mesh(x.devices, x.axis_names, axis_types=types)
             return AbstractMesh(x.axis_sizes, x.axis_names, axis_types=types)
-        case NamedSharding() if _is_explicit(x.mesh):
-            return None
+        case NamedSharding():
+            return NamedSharding(_automatic(x.mesh), x.spec, memory_kind=x.memory_kind)
         case core.ClosedJaxpr():
             return _traced(x.jaxpr, x.consts)
         case core.Jaxpr():
             return _traced(x, ()).jaxpr
     return x
+
+
+def _constraint(aval: Any, sharding: Any) -> Any:
+    """Returns a constraint of automatic axes with the explicit axes of its array."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    given = (*sharding.spec, *(None,) * (aval.ndim - len(sharding.spec)))
+    spec = (x if x is not None else y for x, y in zip(aval.sharding.spec, given, strict=True))
+    return NamedSharding(_automatic(sharding.mesh), PartitionSpec(*spec))
 
 
 def _traced(jaxpr: Any, constants: Sequence[Any]) -> Any:

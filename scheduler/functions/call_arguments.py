@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scheduler.core.errors import SchedulerError
 
@@ -68,7 +69,10 @@ class Arguments:
             tuple((name, self.kwargs[name]) for name in sorted(self._names)),
         )
         # Inlined for arrays: models have hundreds of them, and a function call for each would be slower.
-        kinds = [(x.aval, x.sharding, x.committed) if type(x) in _arrays else _leaf_key(x) for x in leaves]
+        kinds = [
+            (x.aval, _normalized(x.sharding, x.ndim), x.committed) if type(x) in _arrays else _leaf_key(x)
+            for x in leaves
+        ]
         return tree, tuple(kinds), static
 
     def call(self, compiled: Any) -> Any:
@@ -129,12 +133,21 @@ def _leaf_key(x: Any) -> Any:
                 "outer function, which is called with arrays, and call the plain one inside"
             )
         _arrays.add(type(x))
-        return x.aval, x.sharding, x.committed
+        return x.aval, _normalized(x.sharding, x.ndim), x.committed
     if isinstance(x, np.ndarray | np.generic):
         return x.shape, x.dtype
     if isinstance(x, _NUMBERS):
         return type(x)
     raise TypeError(f"expected an array, found {type(x).__name__}")
+
+
+@functools.lru_cache(1024)
+def _normalized(given: Any, ndim: int) -> Any:
+    """Returns a sharding, equal for specs that differ in trailing axes that are not divided."""
+    if not isinstance(given, NamedSharding):
+        return given
+    spec = PartitionSpec(*given.spec, *(None,) * (ndim - len(given.spec)))
+    return NamedSharding(given.mesh, spec, memory_kind=given.memory_kind)
 
 
 def _copy(x: Any) -> Any:

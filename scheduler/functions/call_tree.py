@@ -11,11 +11,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from scheduler.functions import module_libraries
+from scheduler.functions.objects import Instance, Made, Static, is_boundary, opened_object
 from search_spaces import lowering_compat
-from search_spaces.exact import exact
 
 # ------------------------------------------------------------------------------
 # Finds modules that a function holds in its closure, defaults and globals instead of taking them as arguments.
@@ -187,7 +186,6 @@ def _contents(cell: types.CellType) -> Callable[[], Any]:
 Names = tuple[tuple[int, ...], tuple[str, ...]]
 NONE: Names = ((), ())
 NUMBERS = (bool, int, float, complex)
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -234,7 +232,7 @@ class Call:
         """Returns the indices of leaves where a Python number is an input."""
         found = list[int]()
         start = self.fixed_leaves
-        for x in jax.tree.leaves((self.given, self.named), is_leaf=_is_boundary):
+        for x in jax.tree.leaves((self.given, self.named), is_leaf=is_boundary):
             size = _count(x)
             if not module_libraries.is_equinox_module(x):
                 found += range(start, start + size)
@@ -278,70 +276,18 @@ class Call:
     def realized(self) -> tuple[Call, Callable[[], list[str]]]:
         """Returns the call with new objects and closures, and a check that lists the variables it has assigned."""
         fn: Any = self.fn
-        known = dict[int, Any]()
+        made = Made(self)
         assigned: Callable[[], list[str]] = list
         if isinstance(fn, Captured):
-            fn, assigned = fn.replaced(tuple(_realized(x, known) for x in self.captured))
-        held, given = (tuple(_realized(x, known) for x in part) for part in (self.held, self.given))
-        named = {name: _realized(x, known) for name, x in self.named.items()}
-        return Call(_realized(fn, known), self.captured, held, self.held_by_name, given, named), assigned
+            fn, assigned = fn.replaced(tuple(map(made.of, self.captured)))
+        held, given = (tuple(map(made.of, part)) for part in (self.held, self.given))
+        named = {name: made.of(x) for name, x in self.named.items()}
+        fn = made.of(fn)
+        made.finish()
+        return Call(fn, self.captured, held, self.held_by_name, given, named), assigned
 
     def __call__(self) -> Any:
         return self.fn(*self.held, *self.given, **self.held_by_name, **self.named)
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A static argument, as one leaf."""
-
-    value: Any
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, eq=False)
-class Instance:
-    """An object of a plain class, flattened by its attributes, or a container of such objects, by its elements."""
-
-    original: Any
-    attributes: dict[Any, Any]
-    made: list[Any] = dataclasses.field(default_factory=list)
-
-    def tree_flatten(self) -> tuple[tuple[Any], ByIdentity]:
-        return (self.attributes,), ByIdentity(self.original)
-
-    @classmethod
-    def tree_unflatten(cls, original: ByIdentity, children: Sequence[Any]) -> Instance:
-        return cls(original.value, *children)
-
-    @property
-    def target(self) -> Any:
-        """The object that the function sees."""
-        return self.made[0] if self.made else self.original
-
-    def realized(self, known: dict[int, Any]) -> Any:
-        """Creates a new object or container with these attributes, once for each original in `known`."""
-        if id(self.original) not in known:
-            if _is_container(self.original):
-                values = [_realized(x, known) for x in self.attributes.values()]
-                new = jax.tree.unflatten(jax.tree.structure(self.original, is_leaf=_not(self.original)), values)
-            else:
-                new = _blank(type(self.original))
-                known[id(self.original)] = new  # its attributes may refer to it
-                new.__dict__.update({name: _realized(x, known) for name, x in self.attributes.items()})
-            known[id(self.original)] = new
-        self.made.append(known[id(self.original)])
-        return known[id(self.original)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ByIdentity:
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def parameters_of(fn: Any) -> list[str]:
@@ -354,74 +300,30 @@ def parameters_of(fn: Any) -> list[str]:
 
 
 def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Call:
-    given, named = tuple(map(opened_object, given)), {name: opened_object(x) for name, x in named.items()}
+    open_object = functools.partial(opened_object, seen={})
+    given, named = tuple(map(open_object, given)), {name: open_object(x) for name, x in named.items()}
     held, held_by_name = tuple[Any, ...](), dict[str, Any]()
     inner: Any = fn
     while isinstance(inner, functools.partial | types.MethodType):
         if isinstance(inner, types.MethodType):
-            inner, held = inner.__func__, (opened_object(inner.__self__), *held)
+            inner, held = inner.__func__, (open_object(inner.__self__), *held)
         else:
             inner, held, held_by_name = inner.func, (*inner.args, *held), {**inner.keywords, **held_by_name}
     if not isinstance(inner, types.FunctionType):
-        return Call(opened_object(inner), (), held, _removed(held_by_name, named), given, named)
+        return Call(open_object(inner), (), held, _removed(held_by_name, named), given, named)
     found = find_captured(inner, _is_state) if module_libraries.is_flax_loaded() else None
-    state = tuple(map(opened_object, found.values)) if found else ()
+    state = tuple(map(open_object, found.values)) if found else ()
     return Call(found if state else inner, state, held, _removed(held_by_name, named), given, named)
 
 
 def _is_state(x: Any) -> bool:
     """Returns whether a captured value must be an input: a module, or an object that holds one."""
-    opened = opened_object(x)
+    opened = opened_object(x, {})
     return has_state(opened.attributes if isinstance(opened, Instance) else x)
 
 
 def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in held.items() if name not in named}
-
-
-def opened_object(x: Any, around: tuple[int, ...] = ()) -> Any:
-    """Returns an object that holds arrays or state, or a container of such objects, as an `Instance`; else `x`.
-
-    Args:
-      around: Identities of the objects that hold `x`: one of these again stays as it is.
-    """
-    if is_array(x) or isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
-        return x
-    if _is_boundary(x) or id(x) in around:
-        return x
-    around = (*around, id(x))
-    if _is_container(x):
-        elements = jax.tree.leaves(x, is_leaf=_not(x))
-        opened = [opened_object(y, around) for y in elements]
-        holds = any(isinstance(y, Instance) or id(y) in around for y in opened)
-        return Instance(x, dict(enumerate(opened))) if holds else x
-    try:
-        _blank(type(x))
-    except TypeError:  # an object with more than attributes
-        return x
-    attributes = {name: opened_object(y, around) for name, y in getattr(x, "__dict__", {}).items()}
-    held = jax.tree.leaves(attributes, is_leaf=module_libraries.is_flax_node)
-    holds = any(isinstance(y, jax.Array) or module_libraries.is_flax_node(y) for y in held)
-    return Instance(x, attributes) if holds else x
-
-
-def _blank(cls: type) -> Any:
-    """Returns an object without attributes."""
-    return (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
-
-
-def _is_container(x: Any) -> bool:
-    return not jax.tree_util.all_leaves([x])
-
-
-def _not(x: Any) -> Callable[[Any], bool]:
-    return lambda y: y is not x
-
-
-def _realized(x: Any, known: dict[int, Any]) -> Any:
-    if isinstance(x, Static):
-        return x.value
-    return x.realized(known) if isinstance(x, Instance) else known.get(id(x), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,38 +351,9 @@ def has_state(x: Any) -> bool:
     return any(map(module_libraries.is_flax_node, jax.tree.leaves(x, is_leaf=module_libraries.is_flax_node)))
 
 
-def is_library_jitted(fn: Any) -> bool:
-    """Returns whether `fn` was made by `flax.nnx.jit` or `equinox.filter_jit`."""
-    return module_libraries.flax_jitted(fn) is not None or module_libraries.is_equinox_jitted(fn)
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, ARRAYS) and not (isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm")
-
-
-def _is_boundary(x: Any) -> bool:
-    return module_libraries.is_flax_node(x) or module_libraries.is_equinox_module(x)
-
-
 def _count(tree: Any) -> int:
     return len(jax.tree.leaves(tree, is_leaf=module_libraries.is_flax_node))
 
 
 def _counted(numbers: Sequence[int], length: int) -> list[int]:
     return [i % length for i in numbers if -length <= i < length]
-
-
-def static_key(x: Any, *, by_identity: bool) -> Hashable:
-    """Returns a key that is equal for constants of the same program (`exact`)."""
-    if isinstance(x, Static):
-        return Static, static_key(x.value, by_identity=by_identity)
-    try:
-        hash(x)
-    except TypeError:
-        if by_identity:
-            return ByIdentity(x)
-        raise TypeError(
-            f"an argument has a {type(x).__qualname__}, which is no array and therefore a constant of the program; a "
-            f"constant must be hashable: {x!r:.100}"
-        ) from None
-    return exact(x)

@@ -158,7 +158,8 @@ class Evaluation:
                 yield from stage.inputs
 
     def _evaluate(self, item: Node | Inlined) -> None:
-        found = self._evaluated(item)
+        with item.equation.ctx.manager:  # the mesh of its types
+            found = self._evaluated(item)
         self._values.update((id(x), each) for x, each in zip(item.results, found, strict=True))
 
     def _is_known(self, x: Value) -> bool:
@@ -170,7 +171,7 @@ class Evaluation:
         if (scan := self._changes.scans.get(id(item))) is not None and isinstance(item, Node):
             return self._scanned(item, scan, inputs)
         if formula := self._changes.formulas.get(id(item)):
-            with lowering_compat.source_of(item.equation), item.equation.ctx.manager:
+            with lowering_compat.source_of(item.equation):
                 return formula(*inputs)
         return lowering_compat.evaluate_equation(self._changes.bodies.get(id(item), item.equation), *inputs)
 
@@ -191,7 +192,8 @@ class Evaluation:
         if key not in self._handed_on:
             before = self.run_stage(replacement, number - 1) if number else None
             stage = replacement.region.stages[number]
-            with lowering_compat.source_of(replacement.region.shown[0].equation):
+            shown = replacement.region.shown[0].equation
+            with lowering_compat.source_of(shown), shown.ctx.manager:
                 results, self._handed_on[key] = stage.run(
                     replacement.calls[number], before, *map(self._read, stage.inputs)
                 )

@@ -18,7 +18,7 @@ import jax
 from scheduler.core.hardware import CPU
 from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
-from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
+from scheduler.search.runoff import FEWEST_ROUNDS, Margin, median_interval
 
 # A sample is a batch of calls of this duration. Launches overlap, and clocks do not recover in between. The first call,
 # which finds an idle device, and the function that ran before carry little weight (H200, 0.75 ms a call, the same

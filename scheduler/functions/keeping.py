@@ -14,7 +14,7 @@ from scheduler.functions import comparison, decided, interleaved
 from scheduler.functions.interleaved import Seconds
 from scheduler.functions.lowering import Lowered, Replaced
 from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
-from scheduler.search.final_comparison import Margin
+from scheduler.search.runoff import Margin
 
 Run = Callable[[], Any]  # a compiled function with its arrays
 # Maximum number of groups, each of which costs a compilation.

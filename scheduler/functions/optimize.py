@@ -27,9 +27,10 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.planned import InForce
 from scheduler.functions import interleaved, module_libraries, pure
 from scheduler.functions.call_arguments import Arguments
-from scheduler.functions.call_tree import has_state, is_library_jitted, parameters_of
+from scheduler.functions.call_tree import has_state, parameters_of
 from scheduler.functions.decided import Decided
 from scheduler.functions.equations import replacing_operations
+from scheduler.functions.objects import is_library_jitted
 from scheduler.functions.plan import plan_of
 from scheduler.functions.pure import Outputs
 from scheduler.functions.trial import Trial

@@ -238,9 +238,11 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     pure = pure_call(fn, args, kwargs)
     function = equations.traced(pure.function, *pure.arrays)
     over = _mesh_of(function)
-    tuned, others = _posed(function, over, own=True), list[PosedCall]()
-    with contextlib.suppress(NotImplementedError):  # `optimize` leaves all on explicit axes to XLA then
+    tuned = _posed(function, over, own=True)
+    try:
         others = _posed(_with_regions(function, chip), over, own=False)
+    except NotImplementedError:  # `optimize` leaves all to XLA then, except products inside of `shard_map`
+        others = [call for call in posed_calls.recorded(function.jaxpr)[1] if call.recorder is None]
     partitioned = any(call.recorder for call in tuned + others)
     if optimized is not None:
         tuned, others = tuned + others, []

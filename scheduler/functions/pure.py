@@ -19,16 +19,14 @@ import jax
 
 from scheduler.core.errors import SchedulerError
 from scheduler.functions import module_libraries
-from scheduler.functions.call_tree import (
+from scheduler.functions.call_tree import NONE, NUMBERS, Call, Names, jit_options, opened
+from scheduler.functions.objects import (
     ARRAYS,
-    NONE,
-    NUMBERS,
-    Call,
     Instance,
-    Names,
+    attributes,
     is_array,
-    jit_options,
-    opened,
+    opened_object,
+    set_attribute,
     static_key,
 )
 from search_spaces import lowering_compat
@@ -75,15 +73,19 @@ class Rest:
     changes: Mapping[int, Change]
 
 
-# A leaf: ("output", n), ("input", n), ("node", n) or ("static", value).
+# A leaf: ("output", n), ("input", n), ("node", n), ("object", n) or ("static", value).
 _Spec = tuple[str, Any]
+# Outputs, inputs, and a function from the number of an object among the arguments to the object.
+_Available = tuple[Sequence[Any], Sequence[Any], Callable[[int], Any]]
 
 
-def value_of_spec(spec: _Spec, available: tuple[Sequence[Any], Sequence[Any]], nodes: Sequence[Any]) -> Any:
+def value_of_spec(spec: _Spec, available: _Available, nodes: Sequence[Any]) -> Any:
     kind, x = spec
-    outputs, inputs = available
+    outputs, inputs, original = available
     if kind == "static":
         return x
+    if kind == "object":
+        return original(x)
     return (outputs if kind == "output" else inputs if kind == "input" else nodes)[x]
 
 
@@ -94,7 +96,7 @@ class Packed:
     tree: Any
     leaves: tuple[_Spec, ...]
 
-    def restored(self, available: tuple[Sequence[Any], Sequence[Any]], nodes: Sequence[Any]) -> Any:
+    def restored(self, available: _Available, nodes: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self.tree, [value_of_spec(spec, available, nodes) for spec in self.leaves])
 
 
@@ -103,12 +105,22 @@ class Packing:
 
     Attributes:
       nodes: The flax.nnx nodes: the input nodes, then the new ones.
+
+    Args:
+      objects: The numbers of the objects among the arguments, by the ``id`` of what the function sees in their place.
     """
 
-    def __init__(self, inputs: Sequence[Any], nodes: Sequence[Any], kept: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        nodes: Sequence[Any],
+        kept: set[int] | None = None,
+        objects: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.outputs: list[Any] = []
         self.names: list[str] = []
         self.nodes = list(nodes)
+        self._objects = objects
         # Inputs that are returned unchanged need no output. A donated input does, since its buffer is gone after the
         # call.
         self._inputs = {
@@ -126,7 +138,15 @@ class Packing:
                 known = len(self.nodes)
                 self.nodes.append(x)
             return "node", known
+        if id(x) in self._objects:
+            return "object", self._objects[id(x)]
         if not is_array(x):
+            if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves(opened_object(x, {}))):
+                raise SchedulerError(
+                    f"the function makes an object with arrays, of class {type(x).__qualname__}, and returns it or "
+                    f"keeps it in an argument{name}: return the arrays, or register the class as a pytree "
+                    "(jax.tree_util.register_dataclass)"
+                )
             return "static", x
         if id(x) in self._inputs:
             return "input", self._inputs[id(x)]
@@ -155,10 +175,10 @@ class Change:
             target.update(new)
         else:
             for name in old.keys() - new.keys():
-                delattr(target, name)
+                object.__delattr__(target, name)
             for name, x in new.items():
                 if name not in old or old[name] is not x:
-                    setattr(target, name, x)
+                    set_attribute(target, name, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +228,7 @@ def _contents(container: Any) -> dict[Any, Any]:
     target = _target(container)
     if isinstance(target, list | tuple):
         return dict(enumerate(target))
-    return dict(target if isinstance(target, dict) else vars(target))
+    return dict(target) if isinstance(target, dict) else attributes(target)
 
 
 def _target(container: Any) -> Any:
@@ -254,6 +274,13 @@ class PureCall:
         constants = tuple(static_key(x, by_identity=i < fixed) for (i, _), x in program.constants.items())
         return program.tree, constants, program.graphs, program.places, self.donated
 
+    @functools.cached_property
+    def _containers(self) -> list[Any]:
+        return list(containers(self._call))
+
+    def _original(self, number: int) -> Any:
+        return next(x.original for x in self._containers if isinstance(x, Instance) and x.number == number)
+
     def owners(self) -> list[str]:
         """Returns for each array the name of the parameter that has it, or of the function that holds it."""
         names = self._call.owners()
@@ -266,11 +293,11 @@ class PureCall:
     def finish(self, outputs: Outputs) -> Any:
         """Writes the updates into the modules and containers of this call, and returns the result of `fn`."""
         rest = outputs.rest
-        available = (outputs.arrays, self.arrays)
+        available = (outputs.arrays, self.arrays, self._original)
         leaves = [[value_of_spec(spec, available, ()) for spec in node] for node in rest.node_leaves]
         nodes = module_libraries.update_flax(self._split, rest.graphs, leaves) if rest.graphs else []
         if rest.changes:
-            given = list(containers(self._call))
+            given = self._containers
             if any(sum(given[i] is other for other in given) > 1 for i in rest.changes):
                 raise SchedulerError(
                     "the function changes a container that occurs twice among its arguments, which a compiled function "
@@ -417,7 +444,8 @@ class _Program:
                 "the new values"
             )
         kept = [x for x, donated in zip(arrays, self.donated, strict=True) if not donated]
-        packing = Packing(tuple(arrays), nodes, {id(x) for x in kept})
+        objects = {id(x.target): x.number for x, _ in before if isinstance(x, Instance)}
+        packing = Packing(tuple(arrays), nodes, {id(x) for x in kept}, objects)
         packed = packing.pack(result, "")
         changes = {i: change for i, change in enumerate(changed(before, packing)) if change}
         graphs, node_leaves = tuple[Any, ...](), list[tuple[Any, ...]]()

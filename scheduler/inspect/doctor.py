@@ -122,7 +122,7 @@ def coverage(records: Iterable[Keyed]) -> list[Coverage]:
                 frozenset(verified),
                 counts[hardware.id, False],
                 counts[hardware.id, True],
-                bool(hardware.topology) and hardware.static_cycles,
+                hardware.static_cycles,
                 tuple(outdated),
             )
         )

@@ -35,7 +35,7 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """Compares the winner of `record` with `other`, by the final comparison."""
-    from scheduler.search.final_comparison import margin
+    from scheduler.search.runoff import margin
 
     confidence, winner = record.confidence, record.winner
     tied = label_of(other.backend, other.schedule) in confidence.tied

@@ -1,4 +1,4 @@
-"""The processes of a pool: compile processes of this and other hosts, and the measuring process.
+"""The processes of a pool: compile processes and the measuring process.
 
 A process can be started before this one imports JAX: nothing here imports it.
 """
@@ -13,7 +13,6 @@ import itertools
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,17 +22,15 @@ from scheduler.core.errors import SchedulerError, WorkerError
 from scheduler.core.interrupts import WAKE_S, in_thread
 from scheduler.core.records import Failure
 from scheduler.measure.gpu import Gpu, require_device_lock
-from scheduler.measure.protocol import Do, Programs, Request, decode, encode
-from scheduler.measure.subprocess_pipe import Children, Ended, Limit
+from scheduler.measure.protocol import Do, Programs, Request
+from scheduler.measure.subprocess_pipe import Children
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
     Compiler,
     OnDevice,
     WorkerProcess,
-    WorkerResult,
     cores,
     request_for,
-    result_of,
     stop_all,
 )
 from search_spaces.target import Target
@@ -56,52 +53,6 @@ def count_of(wanted: int | None) -> int:
     set by `taskset`, a container or a batch system), limited by the free memory of the host.
     """
     return wanted or max(1, min(cores() - 1, Gpu.none().free_bytes // PROCESS_BYTES))
-
-
-# Sends an encoded request to another host, with the content of the files that the request names. Returns the encoded
-# answer and its files.
-Transport = Callable[[bytes, dict[str, bytes]], tuple[bytes, dict[str, bytes]]]
-
-
-class HelperLost(SchedulerError):
-    """A compile process of another host is lost."""
-
-
-class Helper:
-    """A compile process of another host.
-
-    Args:
-      send: sends a request; raises `HelperLost` if the host is lost.
-      directory: the directory of compiled programs on this host.
-    """
-
-    def __init__(self, send: Transport, directory: Path) -> None:
-        self._send, self._directory = send, directory
-        self.pid: int | None = 0  # None once it is lost
-
-    def request(self, request: Request, limit_s: Limit, ended: Ended) -> WorkerResult:
-        """Sends a request as `WorkerProcess.request` does; the other host enforces the timeouts."""
-        try:
-            answer, files = self._send(encode(request), read_files(request.programs, self._directory))
-        except HelperLost:
-            self.pid = None
-            raise
-        write_files(files, self._directory)
-        if (result := result_of(decode(answer))).retryable:  # the other host failed, not the candidate
-            self.pid = None
-            raise HelperLost(str(result.outcome))
-        return result
-
-
-def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
-    """Reads the files of compiled programs into memory."""
-    return {name: (directory / name).read_bytes() for name in (programs.names if programs is not None else ())}
-
-
-def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes the files that `read_files` read."""
-    for name, content in files.items():
-        (directory / Path(name).name).write_bytes(content)
 
 
 class Compilers:
@@ -131,9 +82,9 @@ class Compilers:
         self._main = Compiler(self._folder.name)
         self._target: Target | None = None
         self._processes = [WorkerProcess(self._main, self._children) for _ in range(count)]
-        self._free: list[WorkerProcess | Helper] = []
+        self._free: list[WorkerProcess] = []
         # Requests that wait for a process, each with the queue on which it receives one.
-        self._waiting: dict[tuple[int, int], queue.SimpleQueue[WorkerProcess | Helper]] = {}
+        self._waiting: dict[tuple[int, int], queue.SimpleQueue[WorkerProcess]] = {}
         self._numbers = itertools.count()
         self._refusals: list[WorkerError] = []
         self._started = self._closed = self._warned = False
@@ -190,28 +141,17 @@ class Compilers:
         for part in range(parts):
             threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
 
-    def add(self, helpers: Sequence[Helper]) -> None:
-        """Adds compile processes of other hosts."""
-        with self._lock:
-            self.count += len(helpers)
-        for helper in helpers:
-            self._release(helper)
-
     def _answered(self, request: Request, task: Task, timeouts: Timeouts) -> Programs | Failure:
         limit_s = timeouts.for_task(task)
-        while True:
-            if (process := self._take(request.do)) is None:
-                return Programs()
-            try:
-                result = process.request(request, limit_s, timeouts.record_compile)
-                break
-            except HelperLost:
-                continue
-            finally:
-                if process.pid is not None:
-                    self._release(process)
-                else:
-                    self._refuse(WorkerError("a compile process was lost and cannot be restarted"))
+        if (process := self._take(request.do)) is None:
+            return Programs()
+        try:
+            result = process.request(request, limit_s, timeouts.record_compile)
+        finally:
+            if process.pid is not None:
+                self._release(process)
+            else:
+                self._refuse(WorkerError("a compile process was lost and cannot be restarted"))
         if result.refused:
             self._warn(result.refused)
         if result.outcome is None:
@@ -243,15 +183,14 @@ class Compilers:
         self._children.shut_down()
         self._folder.cleanup()
 
-    def _take(self, do: Do) -> WorkerProcess | Helper | None:
+    def _take(self, do: Do) -> WorkerProcess | None:
         """Waits for a free process, by priority of the requests; returns None if no process starts."""
         request = URGENCY.index(do), next(self._numbers)
-        given: queue.SimpleQueue[WorkerProcess | Helper] = queue.SimpleQueue()
+        given: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         with self._lock:
+            if self._free:
+                return self._free.pop(0)
             self._waiting[request] = given
-            if (free := next((one for one in self._free if self._first(one) == request), None)) is not None:
-                self._free.remove(free)
-                self._waiting.pop(request).put(free)
         while True:
             with contextlib.suppress(queue.Empty):
                 return given.get(timeout=WAKE_S)
@@ -273,21 +212,13 @@ class Compilers:
         if not warned:
             text.warn_safely(f"the measuring process compiles candidates one by one: {refused}")
 
-    def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
-        """Returns the most urgent waiting request that this process may take.
-
-        Helpers of other hosts do not take "prepare" requests, because programs prepared there cannot be used here.
-        """
-        remote = isinstance(process, Helper)
-        return min((one for one in self._waiting if not (remote and URGENCY[one[0]] == "prepare")), default=None)
-
-    def _release(self, process: WorkerProcess | Helper) -> None:
+    def _release(self, process: WorkerProcess) -> None:
         """Gives a process to the most urgent waiting request."""
         with self._lock:
-            if (request := self._first(process)) is None:
-                self._free.append(process)
+            if self._waiting:
+                self._waiting.pop(min(self._waiting)).put(process)
             else:
-                self._waiting.pop(request).put(process)
+                self._free.append(process)
 
     def _begin(self, process: WorkerProcess) -> None:
         """Starts a process; runs in its own thread."""

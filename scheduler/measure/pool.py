@@ -8,7 +8,7 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S, Threads, in_thread
 from scheduler.core.records import L2, Failure, Measurement, Outcome, point_of
 from scheduler.measure.buffers import PARTS, needed_buffer_bytes
-from scheduler.measure.compilers import Compilers, Helper, Processes, Transport
+from scheduler.measure.compilers import Compilers, Processes
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.protocol import Do, Finding, Programs, ReservedProblem
@@ -238,11 +238,6 @@ class Pool:
         if (key := _bench_key(task)) in self._reserved:
             self._compiled.setdefault(key, {})[_candidate(task)] = found
         return f"raises {found}"
-
-    def help(self, sends: Sequence[Transport]) -> None:
-        """Adds compile processes of other hosts, one for each transport."""
-        self._compilers.add([Helper(send, self._compilers.directory) for send in sends])
-        self.slots += len(sends)
 
     def others(self) -> int:
         return self._gpu.others({pid for pid in (self._measuring.pid,) if pid is not None})

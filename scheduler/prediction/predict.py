@@ -282,14 +282,10 @@ def explain(
     operation: Operation[Any], problem: Problem, hardware: Hardware
 ) -> list[tuple[Kernel[Any, Any], Pruned | str]]:
     """Returns, for each kernel, its pruned and ranked space, or why it does not support this problem here."""
+    target = hardware.target
     return [
-        (
-            kernel,
-            reason
-            if (reason := kernel.supports(problem, hardware.target))
-            else prune(kernel, problem, hardware, model_of(operation, kernel, hardware)),
-        )
-        for kernel in operation.kernels
+        (k, k.supports(problem, target) or prune(k, problem, hardware, model_of(operation, k, hardware)))
+        for k in operation.kernels
     ]
 
 
@@ -472,10 +468,11 @@ def _tuned_near(
             continue
         problems, record = (neighbour.problem, problem), neighbour.record
         entry = recheck(operation, neighbour.problem, hardware, record, backends=allowed)
-        if isinstance(entry, str) or illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
+        if isinstance(entry, str) or illegal(
+            kernel := operation.kernel(entry.backend), problem, hardware, entry.schedule
+        ):
             continue
-        there, here = (is_verified(operation.kernel(entry.backend), p, hardware, entry.schedule) for p in problems)
-        if there and not here:
+        if [is_verified(kernel, p, hardware, entry.schedule) for p in problems] == [True, False]:
             continue
         seconds = []
         for each in (entry, record.library_entry or entry):
@@ -487,20 +484,12 @@ def _tuned_near(
         ours_s, library_s = seconds
         if library.backend in allowed and ours_s > library_s:
             continue
-        reason = f"{record.origin} at {neighbour.problem}, {neighbour.doublings:.1f} doublings away"
+        at = str(neighbour.problem)
+        reason = f"{record.origin} at {at}, {neighbour.doublings:.1f} doublings away"
         if entry.backend != library.backend:
             reason += f"; {library_s / ours_s:.2f}x the library's speed is predicted here"
-        return Answer(
-            entry.backend,
-            entry.schedule,
-            ours_s,
-            library_s,
-            reason,
-            str(neighbour.problem),
-            precedence=record.precedence,
-            otherwise=library.backend,
-            otherwise_s=library_s,
-        )
+        found = Answer(entry.backend, entry.schedule, ours_s, library_s, reason, at, precedence=record.precedence)
+        return dataclasses.replace(found, otherwise=library.backend, otherwise_s=library_s)
     return None
 
 

@@ -10,7 +10,7 @@ from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, StoreError
 from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware, siblings
-from scheduler.core.records import L2, Key, Measurement, Point, Record, Trial, key_of, point_of
+from scheduler.core.records import Key, Measurement, Point, Record, Trial, key_of, point_of
 from scheduler.measure.buffers import timing_conditions
 from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import WORTH_A_TRIAL, near, recheck, telling_records
@@ -44,7 +44,7 @@ def baseline_of(
     Returns None if no schedule could be selected.
     """
     try:
-        found = predict(task.operation, task.problem, hardware, backends=task.backends, records=evidence)
+        found = predict(task.operation, task.problem, hardware, backends=task.options.backends, records=evidence)
     except NoCandidate:
         return None
     trials: list[Trial] = []
@@ -65,34 +65,26 @@ def baseline_of(
 # Decides whether a stored record makes a search unnecessary: one rule for calls, `tune` and jobs.
 
 
-def is_current(
-    operation: Operation[Any],
-    problem: Problem,
-    hardware: Hardware,
-    store: TrialStore,
-    *,
-    backends: frozenset[str] | None = None,
-    l2: L2 = "cold",
-    tracer: Tracer | None = None,
-) -> Record | str:
+def is_current(task: Task, hardware: Hardware, store: TrialStore, tracer: Tracer | None = None) -> Record | str:
     """Returns the record in `store` that makes a search unnecessary, or why one is needed; "" if there is no record.
 
     Such a record is valid (`recheck`) and was measured under the requested conditions. Each requested backend that
     still supports the problem must have run.
     """
+    operation = task.operation
     try:
-        record = store.get(key_of(operation, problem, hardware))
+        record = store.get(key_of(operation, task.problem, hardware))
     except MalformedRecord as error:
         return str(error)
     if record is None:
         return ""
-    if reason := stale_reason(operation, problem, hardware, record, backends, l2, tracer=tracer):
+    if reason := stale_reason(task, hardware, record, tracer):
         return reason
-    required = allowed_backends(operation, backends) | {operation.library.backend}
+    required = allowed_backends(operation, task.options.backends) | {operation.library.backend}
     failed = [
         str(lost)
         for lost in record.failed
-        if lost.backend in required and operation.kernel(lost.backend).supports(problem, hardware.target) is None
+        if lost.backend in required and operation.kernel(lost.backend).supports(task.problem, hardware.target) is None
     ]
     return "; ".join(failed) or record
 
@@ -126,25 +118,17 @@ def imported_schedules(key: Key, store: TrialStore | None) -> list[Point]:
     return []
 
 
-def stale_reason(
-    operation: Operation[Any],
-    problem: Problem,
-    hardware: Hardware,
-    record: Record,
-    backends: frozenset[str] | None,
-    l2: L2,
-    *,
-    tracer: Tracer | None = None,
-) -> str | None:
+def stale_reason(task: Task, hardware: Hardware, record: Record, tracer: Tracer | None = None) -> str | None:
     """Returns why a record does not satisfy the request, or None if it does."""
     if record.imported is not None:
         return "it was imported, and not verified here"
-    entry = recheck(operation, problem, hardware, record, backends=backends, tracer=tracer)
+    backends = task.options.backends
+    entry = recheck(task.operation, task.problem, hardware, record, backends=backends, tracer=tracer)
     if isinstance(entry, str):
         return entry
     if entry.measurement.estimated and not hardware.abilities.estimates:
         return "it was estimated by the compiler, not measured"
-    _, found = timing_conditions(problem, hardware, l2)
+    _, found = timing_conditions(task.problem, hardware, task.options.l2)
     if not entry.measurement.estimated and entry.measurement.l2 != found:
         return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
     return None

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.core import fingerprints
+from scheduler.core.arguments import allowed_backends
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Point, Schedule, Versioned, point_of, versioned
 from scheduler.core.text import warn_safely
@@ -21,6 +22,7 @@ from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import Candidate, Pruned, prune
 from scheduler.prediction.transfer import Neighbour
+from scheduler.search.task import Task as SearchTask
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -66,24 +68,21 @@ class Candidates:
 
 
 def collect(
-    operation: Operation[Any],
-    problem: Problem,
+    search: SearchTask,
     runner: Runner,
-    *,
-    allowed: frozenset[str],
-    budget: int,
-    known: Collection[Versioned],
-    near: Sequence[Neighbour],
+    known: Collection[Versioned] = (),
+    near: Sequence[Neighbour] = (),
     first: Sequence[Point] = (),
 ) -> Candidates:
-    """Returns the candidates of a search of `budget` trials.
+    """Returns the candidates of a search.
 
     Args:
-      allowed: backends that compete with the library's.
       known: candidates that already have a trial. They are kept whatever their rank.
       near: similar problems with their records. Their winners are also kept.
       first: schedules that are kept and tried before those winners, if they are legal.
     """
+    operation, problem, options = search.operation, search.problem, search.options
+    allowed = allowed_backends(operation, options.backends)
     candidates: list[Candidate] = []
     dropped: collections.Counter[str] = collections.Counter()
     versions: dict[str, int] = {}
@@ -103,7 +102,7 @@ def collect(
         legal = _measured(ranked, runner) if isinstance(runner, Recorded) else ranked
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
-        keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal))) if pruned.ranked else len(legal)
+        keep = max(KEPT_PER_TRIAL * options.budget, int(KEPT_SHARE * len(legal))) if pruned.ranked else len(legal)
         candidates += [
             c for rank, c in enumerate(legal) if rank < keep or versioned(c) in always_kept or _point(c) in requested
         ]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from scheduler.core.arguments import allowed_backends
 from scheduler.core.errors import DeviceLost, ExecutorLost, WorkerError
 from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware
@@ -21,7 +22,7 @@ from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.model.constants import model_of
 from scheduler.search import tuner
 from scheduler.search.candidates import traced_by
-from scheduler.search.task import SearchOptions, Task
+from scheduler.search.task import Task
 from scheduler.search.trials import TrialStore
 from search_spaces.operation import Operation
 
@@ -57,9 +58,7 @@ class Executor(Protocol):
           SchedulerError: the executor cannot start; it is not used again.
         """
 
-    def search(
-        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
-    ) -> Record:
+    def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         """Searches one problem without reading its record in `store`; the caller holds the lease. Blocks.
 
         Args:
@@ -132,27 +131,11 @@ class DeviceExecutor:
     def tracer(self, task: Task) -> Tracer | None:
         return None if self._runner is None else traced_by(task.operation, task.problem, self._runner)
 
-    def search(
-        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
-    ) -> Record:
+    def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         if (runner := self._runner) is None:  # lost, as another search has found
             raise ExecutorLost(f"{self.name} was lost")
         try:
-            runner.capacity(task.operation, task.problem, options.l2)  # raises if the problem does not fit in memory
-            return tuner.search(
-                task.operation,
-                task.problem,
-                runner,
-                backends=task.backends,
-                first_error=options.first_error,
-                budget=task.budget,
-                seconds=task.seconds,
-                seed=options.seed,
-                sampler=options.sampler,
-                l2=options.l2,
-                store=store,
-                progress=progress,
-            )
+            return tuner.search(task, runner, store, progress)
         except WorkerError as error:
             ended = self._runner is not runner and not self._closed  # by another search, after the device was lost
             if not ended and not isinstance(error, DeviceLost):
@@ -352,14 +335,15 @@ def expected_s(task: Task, hardware: Hardware) -> float:
 
     Each trial takes a fixed overhead and its device time: the library's predicted time, for every repetition.
     """
-    operation, problem = task.operation, task.problem
+    operation, problem, options = task.operation, task.problem, task.options
     library = operation.library
     has_kernels = any(
-        (task.backends is None or kernel.backend in task.backends) and kernel.supports(problem, hardware.target) is None
+        kernel.backend in allowed_backends(operation, options.backends)
+        and kernel.supports(problem, hardware.target) is None
         for kernel in operation.kernels_on(hardware.target.platform)
         if kernel is not library
     )
-    trials = task.budget if has_kernels else min(task.budget, LIBRARY_TRIALS)
+    trials = options.budget if has_kernels else min(options.budget, LIBRARY_TRIALS)
     run_s = model_of(operation, library, hardware).library_seconds(problem)
     search_s = trials * (TRIAL_S + hardware.abilities.repetitions[0] * run_s)
-    return search_s if task.seconds is None else min(search_s, task.seconds)
+    return search_s if options.seconds is None else min(search_s, options.seconds)

@@ -18,7 +18,7 @@ from scheduler.core.progress import JobPace, JobProgress, Progress
 from scheduler.core.records import Entry, Key, Record, key_of
 from scheduler.search.baseline import baseline_of, is_current, stored_evidence
 from scheduler.search.job_queue import Executor, Queue, Queued, expected_s
-from scheduler.search.task import Result, SearchOptions, Task
+from scheduler.search.task import Result, Task
 from scheduler.store.lease import Lease, LeaseWatcher, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.space import DeclarationError
@@ -72,14 +72,13 @@ class JobRun:
         tasks: Sequence[Task],
         executors: Sequence[Executor],
         store: Store,
-        options: SearchOptions,
         pace: JobPace,
         *,
         in_order: bool,
         bound: Callable[[Task], Task | None],
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._tasks, self._executors, self._store, self._options = tasks, executors, store, options
+        self._tasks, self._executors, self._store = tasks, executors, store
         self._in_order, self._bound = in_order, bound
         self._queue = Queue(len(executors))
         self._lease_watcher = LeaseWatcher()
@@ -152,8 +151,8 @@ class JobRun:
         """Returns the search of a task; reports its result if a valid record exists or the task cannot be searched."""
         hardware = executor.hardware
         try:
-            current = self._current_record(task, executor)
-            if isinstance(current, Record) and not self._options.searches_known:
+            current = is_current(task, executor.hardware, self._store, executor.tracer(task))
+            if isinstance(current, Record) and not task.options.searches_known:
                 self._report(_known(task, current, hardware))
                 return None
             search = Queued(task, expected_s(task, hardware), current)
@@ -235,16 +234,16 @@ class JobRun:
         Args:
           on_reserved: called before the first trial.
         """
-        task, hardware, options = search.task, executor.hardware, self._options
+        task, hardware = search.task, executor.hardware
         key = key_of(task.operation, task.problem, hardware)
         with self._leased(key) as other:
             if other is not None:
                 if search.busy == 1:  # all others are running
                     _log.warning("%s is being tuned by %s; waiting for its record", key, other)
                 return None
-            current = self._current_record(task, executor)
+            current = is_current(task, executor.hardware, self._store, executor.tracer(task))
             new = search.busy > 0 and current != search.current  # a record of the other process
-            if isinstance(current, Record) and (new or not options.searches_known):
+            if isinstance(current, Record) and (new or not task.options.searches_known):
                 return _known(task, current, hardware)
             if (bounded := self._bound(task)) is None:
                 return "late"
@@ -273,10 +272,10 @@ class JobRun:
                 self._pace.step(search, step)
                 self.events.put(Step(executor.name, task, step, self._pace.now()))
 
-        record = executor.search(bounded, self._options, store, watch)
+        record = executor.search(bounded, store, watch)
         entry = _entry(task, record)
         if entry is None:
-            requested = ", ".join(sorted(task.backends or ()))
+            requested = ", ".join(sorted(task.options.backends or ()))
             failures = "; ".join(map(str, record.failed)) or "`tile-scheduler explain` says what became of them"
             raise NoCandidate(f"no schedule of {requested} ran for {task}: {failures}")
         kept = False
@@ -285,17 +284,6 @@ class JobRun:
         baseline = baseline_of(task, hardware, evidence, record, store)
         return Result(task, "tuned", reason, hardware, record, entry, baseline, resumed, stored=kept)
 
-    def _current_record(self, task: Task, executor: Executor) -> Record | str:
-        return is_current(
-            task.operation,
-            task.problem,
-            executor.hardware,
-            self._store,
-            backends=task.backends,
-            l2=self._options.l2,
-            tracer=executor.tracer(task),
-        )
-
 
 def _known(task: Task, record: Record, hardware: Hardware) -> Result:
     return Result(task, "known", "", hardware, record, _entry(task, record))
@@ -303,4 +291,5 @@ def _known(task: Task, record: Record, hardware: Hardware) -> Result:
 
 def _entry(task: Task, record: Record) -> Entry | None:
     """Returns the fastest entry among the requested backends."""
-    return record.winner if task.backends is None else record.best(task.backends)
+    backends = task.options.backends
+    return record.winner if backends is None else record.best(backends)

@@ -10,17 +10,15 @@ import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scheduler.core import arguments, interrupts
+from scheduler.core import interrupts
 from scheduler.core.arguments import named_backends
 from scheduler.core.codec import DEEPEST, require_shallow
 from scheduler.core.interrupts import WAKE_S, Threads
 from scheduler.core.progress import JobPace
-from scheduler.core.records import L2
 from scheduler.core.text import warn_safely
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_queue import DeviceExecutor, Executor
 from scheduler.search.job_run import JobRun, Lost, Step
-from scheduler.search.named_samplers import MODEL, Sampler
 from scheduler.search.task import Malformed, Result, SearchOptions, Task, problems_of, trials, value_text
 from scheduler.store.store import Store
 from search_spaces import load, load_known
@@ -30,7 +28,7 @@ from search_spaces.space import unknown
 T = TypeVar("T")
 
 
-def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
+def parse(text: str, *, own: Sequence[str] = (), options: SearchOptions | None = None) -> list[Task | Malformed]:
     """Parses the tasks of a job written in TOML.
 
     Top-level keys are `operation` (a name; ``package.module:NAME`` or ``file.py:NAME`` only if `own` contains it) and
@@ -40,9 +38,12 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
     function, unless the problem has a field of that name. One extent may be a range, ``m = [1, 8192]``: a task for each
     of its `task.points`.
 
+    Args:
+      options: of each search, apart from the settings of the job.
+
     Raises:
-      ValueError: the text is not TOML, or a shared setting is invalid. A single invalid problem becomes `Malformed`
-        instead.
+      ValueError: the text is not TOML, or several problems are all invalid for the same reason. Other invalid problems
+        become `Malformed` instead.
     """
     try:
         job = tomllib.loads(text.removeprefix("\ufeff"))  # byte order mark of some editors
@@ -60,45 +61,12 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
         raise ValueError("a job needs at least one table [[problem]]")
     if not isinstance(fields, dict):
         raise ValueError(f"[fields] of a job must be a table, found {fields!r}")
-    _require_shared(job, fields, problems, own)
-    return [task for table in problems for task in _tasks(job, fields, table, own)]
-
-
-def _require_shared(
-    job: Mapping[str, Any], fields: Mapping[str, Any], problems: Sequence[Mapping[str, Any]], own: Sequence[str]
-) -> None:
-    """Rejects shared settings that are invalid for every problem, before the first search.
-
-    Raises:
-      ValueError: a budget, seconds, backends, an operation or a field that is not valid for any problem.
-    """
-    try:
-        arguments.checked_integer("budget", trials(job.get("budget"), job.get("effort")))
-        arguments.checked_positive_or_none("seconds", job.get("seconds"))
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    shared = job.get("operation")
-    if isinstance(shared, str):
-        _operation(shared, own)
-    names = dict.fromkeys(name for table in problems if isinstance(name := table.get("operation", shared), str))
-    operations = []
-    for name in names:
-        with contextlib.suppress(ValueError):  # reported by the problem itself
-            operations.append(_operation(name, own))
-    if not operations:
-        return
-    known = {field.name for operation in operations for field in dataclasses.fields(operation.problem)}
-    for name in fields:
-        if name not in (*known, "count"):
-            raise ValueError(f"[fields] wants fields of the problems, found {unknown(name, [*sorted(known), 'count'])}")
-    refused = []
-    for operation in operations:
-        try:
-            parse_backends(operation, job.get("backends"))
-        except (TypeError, ValueError) as error:
-            refused.append(error)
-    if len(refused) == len(operations):
-        raise ValueError(str(refused[0]))
+    options = options or SearchOptions()
+    tasks = [task for table in problems for task in _tasks(job, fields, table, own, options)]
+    reasons = {task.reason if isinstance(task, Malformed) else "" for task in tasks}
+    if len(tasks) > 1 and len(reasons) == 1 and (shared := reasons.pop()):
+        raise ValueError(shared)
+    return tasks
 
 
 def _operation(name: str, own: Sequence[str]) -> Operation[Any]:
@@ -142,11 +110,6 @@ def run(
     store: Store,
     runner: Runner | None = None,
     options: RunnerOptions | None = None,
-    seed: int = 0,
-    sampler: Sampler = MODEL,
-    l2: L2 = "cold",
-    force: bool = False,
-    first_error: bool = False,
     in_order: bool = False,
     bound: Callable[[Task], Task | None] | None = None,
     progress: Callable[[Step], None] | None = None,
@@ -166,10 +129,6 @@ def run(
       store: has the existing records, and receives every trial and record, from this process alone.
       runner: runs the candidates, as the only executor, instead of `executors`; it is not closed.
       options: instead of both, options of a runner that is started for all tasks and closed at the end.
-      sampler: as in `tuner.tune`. A sampler object keeps its state between searches; a named sampler does not.
-      l2: as in `tuner.tune`; problems measured cold are tuned again if `l2` is warm.
-      force: tune again even if a valid record exists.
-      first_error: as in `tuner.tune`; it ends the job.
       in_order: keep the order of `tasks` even with several executors.
       bound: called from any thread when a search is about to start. Returns the task with its current limits, or None
         if no time is left: the task then has no result.
@@ -189,8 +148,7 @@ def run(
             else [DeviceExecutor.for_operation(task.operation, options) for task in wanted[:1]]
         )
     pace = JobPace(len(wanted))
-    search_options = SearchOptions(seed, l2, force, first_error, sampler)
-    job = JobRun(wanted, executors, store, search_options, pace, in_order=in_order, bound=bound or (lambda task: task))
+    job = JobRun(wanted, executors, store, pace, in_order=in_order, bound=bound or (lambda task: task))
 
     def stop() -> None:
         job.end()
@@ -239,9 +197,15 @@ _SETTINGS = ("operation", "budget", "effort", "seconds", "backends")
 
 
 def _tasks(
-    job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], own_names: Sequence[str]
+    job: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    table: Mapping[str, Any],
+    own_names: Sequence[str],
+    options: SearchOptions,
 ) -> Sequence[Task | Malformed]:
-    settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
+    limits = () if {"budget", "effort"}.isdisjoint(table) else ("budget", "effort")  # a problem's own replace both
+    shared = {name: value for name, value in job.items() if name not in limits}
+    settings = shared | {name: value for name, value in table.items() if name in _SETTINGS}
     own = {name: value for name, value in table.items() if name not in _SETTINGS}
     text = " ".join(f"{name}={value}" for name, value in own.items())
     try:
@@ -256,31 +220,24 @@ def _tasks(
         for field in (both := {**fields, **own}):
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
-        return tasks_of(
-            operation,
-            {field: value_text(field, value) for field, value in both.items()},
-            budget=trials(*_budget_and_effort(job, table)),
+        search = dataclasses.replace(
+            options,
+            budget=trials(settings.get("budget"), settings.get("effort")),
             seconds=settings.get("seconds"),
             backends=parse_backends(operation, settings.get("backends")),
-            count=count,
         )
+        return tasks_of(operation, {field: value_text(field, value) for field, value in both.items()}, search, count)
     except (TypeError, ValueError) as error:
         return [Malformed(text, str(error))]
 
 
-def _budget_and_effort(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns budget and effort of one problem: its own, else the shared ones."""
-    own = table if {"budget", "effort"} & set(table) else job
-    return own.get("budget"), own.get("effort")
-
-
-def tasks_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> list[Task]:
+def tasks_of(
+    operation: Operation[Any], texts: Mapping[str, str], options: SearchOptions | None = None, count: int = 1
+) -> list[Task]:
     """Returns the task of the problem given by field texts; one for each point of a range, ``lowest..highest``.
-
-    Args:
-      search: arguments of `Task`.
 
     Raises:
       ValueError: as `task.problems_of`.
     """
-    return [Task(operation, problem, **search) for problem in problems_of(operation, texts)]
+    options = options or SearchOptions()
+    return [Task(operation, problem, options, count) for problem in problems_of(operation, texts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -87,24 +88,26 @@ def _weighed(
         problem = operation.problem.from_canonical(key.problem)
     except (ValueError, RecursionError) as error:  # a store may contain any text
         return Missed(miss, reason=_unknown(miss, error))
+    found = functools.partial(Missed, miss, operation, problem)
     if hardware is None:
-        return Missed(miss, operation, problem, reason="the chip is not in the table of chips")
+        return found(reason="the chip is not in the table of chips")
 
     # The order of `dispatch.stored`.
     records = sorted(stored(operation, problem, hardware), key=lambda record: record.precedence)
     entries = (recheck(operation, problem, hardware, record) for record in records if record.key == key)
     if (entry := next((entry for entry in entries if isinstance(entry, Entry)), None)) is not None:
-        return Missed(miss, operation, problem, covered_by=entry)
+        return found(covered_by=entry)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(operation.backends) - {operation.library.backend}
     try:
         best = predict(operation, problem, hardware, backends=kernels, records=preferred(records).values())
     except NoCandidate as none:
-        return Missed(miss, operation, problem, None, library_s, library_s, str(none))
+        return found(None, library_s, library_s, str(none))
     if not best.ranked:
-        unknown = f"{best.backend} declares no footprint, so its time cannot be predicted"
-        return Missed(miss, operation, problem, None, best.library_s, None, unknown)
-    return Missed(miss, operation, problem, None, best.library_s, best.predicted_s)
+        return found(
+            None, best.library_s, None, f"{best.backend} declares no footprint, so its time cannot be predicted"
+        )
+    return found(None, best.library_s, best.predicted_s)
 
 
 def _unknown(miss: Miss, error: Exception) -> str:
@@ -156,5 +159,7 @@ class TimeBudget:
             if (remaining := self._until - now) <= 0:
                 self.left += 1
                 return None
-        bound = min(remaining, math.inf if task.seconds is None else task.seconds)
-        return task if bound == math.inf else dataclasses.replace(task, seconds=bound)
+        seconds = task.options.seconds
+        bound = min(remaining, math.inf if seconds is None else seconds)
+        bounded = dataclasses.replace(task.options, seconds=None if bound == math.inf else bound)
+        return dataclasses.replace(task, options=bounded)

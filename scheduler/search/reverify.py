@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from scheduler.core import arguments
 from scheduler.core.errors import NoCandidate
-from scheduler.core.hardware import Hardware
+from scheduler.core.fingerprints import Tracer
 from scheduler.core.interrupts import Threads
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text, label_of
 from scheduler.core.text import faster_text
@@ -19,9 +19,9 @@ from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import illegal, onchip_bytes
 from scheduler.prediction import predict, transfer
-from scheduler.search import final_comparison
+from scheduler.search import runoff
 from scheduler.search.candidates import legal_schedules, reference, traced_by
-from scheduler.search.final_comparison import Result
+from scheduler.search.runoff import Result
 from search_spaces import load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -118,171 +118,141 @@ def reverify(
         if named and runner is None:
             runner = start_runner(named[0][0], options)
             stack.callback(runner.close)
-        to_verify: list[_RecordToVerify] = []
+        to_verify: list[_Verification] = []
         for own, record in named:
             assert runner is not None
             if record.key.hardware != runner.hardware.id:
                 yield VerifyResult(record, "elsewhere", f"it is for another chip than this one, {runner.hardware.id}")
-            elif isinstance(prepared := _prepared(own, record, runner), VerifyResult):
-                yield prepared
+            elif isinstance(prepared := _prepared(own, record, runner), str):
+                yield VerifyResult(record, "broken", prepared)
             else:
                 to_verify.append(prepared)
         if not to_verify or runner is None:
             return
         at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // COMPILERS_OF_A_RECORD)
-        verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
-        threads = stack.enter_context(Threads[_RecordToVerify, VerifyResult](at_once, runner.close))
-        for _, reached in threads.map(verdict, to_verify):
+        threads = stack.enter_context(Threads[_Verification, VerifyResult](at_once, runner.close))
+        for _, reached in threads.map(lambda item: item.verdict(within, seed), to_verify):
             yield reached
 
 
+def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _Verification | str:
+    """Returns the verification of a record, or why its winner cannot be used."""
+    try:
+        problem = operation.problem.from_canonical(record.key.problem)
+    except ValueError as error:
+        return f"its problem is no longer valid for {operation.name}: {error}"
+    own = dataclasses.replace(record, imported=None)  # verifies what may not be used before
+    tracer = traced_by(operation, problem, runner)
+    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own, tracer=tracer), str):
+        return f"{reason}; tune it again"
+    try:
+        runner.capacity(operation, problem, record.winner.measurement.l2)
+        return _Verification(operation, problem, record, runner, tracer)
+    except NoCandidate as error:
+        return str(error)
+
+
 @dataclasses.dataclass(frozen=True)
-class _RecordToVerify:
-    """A record to measure."""
+class _Verification:
+    """A record to verify."""
 
     operation: Operation[Any]
     problem: Problem
     record: Record
+    runner: Runner
+    fingerprint: Tracer
 
-
-def _prepared(operation: Operation[Any], record: Record, runner: Runner) -> _RecordToVerify | VerifyResult:
-    try:
-        problem = operation.problem.from_canonical(record.key.problem)
-    except ValueError as error:
-        return VerifyResult(record, "broken", f"its problem is no longer valid for {operation.name}: {error}")
-    own = dataclasses.replace(record, imported=None)  # verifies what may not be used before
-    tracer = traced_by(operation, problem, runner)
-    if isinstance(reason := transfer.recheck(operation, problem, runner.hardware, own, tracer=tracer), str):
-        return VerifyResult(record, "broken", f"{reason}; tune it again")
-    try:
-        runner.capacity(operation, problem, record.winner.measurement.l2)
-        return _RecordToVerify(operation, problem, record)
-    except NoCandidate as error:
-        return VerifyResult(record, "broken", str(error))
-
-
-def _verdict(item: _RecordToVerify, runner: Runner, within: float, seed: int) -> VerifyResult:
-    operation, problem, record = item.operation, item.problem, item.record
-    rivals = _rivals(operation, problem, runner.hardware, record)
-    with runner.reserve(operation, problem, record.winner.measurement.l2):
-        rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
-    measured = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
-    refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
-    won = rivals[0].now
-    if isinstance(won, Failure):
-        return VerifyResult(record, "broken", str(won), rivals, refreshed)
-    best = min(measured, key=lambda index: measured[index].median_s)
-    excess = won.median_s / measured[best].median_s - 1
-    if excess > within:
-        return VerifyResult(
-            record, "slower", f"{_description(rivals[best])}, is {faster_text(excess)}", rivals, refreshed
+    def verdict(self, within: float, seed: int) -> VerifyResult:
+        with self.runner.reserve(self.operation, self.problem, self.record.winner.measurement.l2):
+            rivals, ended = self._timed(self._rivals(), seed)
+        result = functools.partial(
+            VerifyResult, self.record, rivals=tuple(rivals.values()), refreshed=self._refreshed(rivals, ended)
         )
-    return VerifyResult(record, "holds", "", rivals, refreshed)
+        won = next(iter(rivals.values())).now
+        if isinstance(won, Failure):
+            return result("broken", str(won))
+        times_s = {label: r.now.median_s for label, r in rivals.items() if isinstance(r.now, Measurement)}
+        best = min(times_s, key=times_s.__getitem__)
+        excess = won.median_s / times_s[best] - 1
+        if excess <= within:
+            return result("holds")
+        rival = rivals[best]
+        named = f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"
+        return result("slower", f"{named}, is {faster_text(excess)}")
 
+    def _rivals(self) -> dict[str, Remeasured]:
+        """Returns the schedules to measure, without times, by their labels; the winner is the first."""
+        operation, problem, hardware = self.operation, self.problem, self.runner.hardware
+        found: dict[str, Remeasured] = {}
 
-def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Remeasured, ...]:
-    """Returns the schedules to measure, without times."""
-    found: dict[tuple[Any, ...], Remeasured] = {}
+        def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
+            version = operation.kernel(backend).version
+            rival = Remeasured(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
+            found.setdefault(label_of(backend, schedule), rival)
 
-    def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
-        version = operation.kernel(backend).version
-        rival = Remeasured(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
-        found.setdefault((backend, *sorted(schedule.items())), rival)
+        roles = ["winner", "runner-up", *["best of its backend"] * len(self.record.entries)]
+        for role, entry in zip(roles, self.record.entries, strict=False):
+            add(role, entry.backend, entry.schedule, entry.predicted_s, entry)
+        library = operation.library.backend
+        add("library", library, {}, model_of(operation, operation.library, hardware).library_seconds(problem))
+        with contextlib.suppress(NoCandidate):
+            model = predict.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
+            add("the model's choice", model.backend, model.schedule, model.predicted_s)
+        return found
 
-    roles = ["winner", "runner-up", *["best of its backend"] * len(record.entries)]
-    for role, entry in zip(roles, record.entries, strict=False):
-        add(role, entry.backend, entry.schedule, entry.predicted_s, entry)
-    library = operation.library.backend
-    add("library", library, {}, model_of(operation, operation.library, hardware).library_seconds(problem))
-    with contextlib.suppress(NoCandidate):
-        model = predict.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
-        add("the model's choice", model.backend, model.schedule, model.predicted_s)
-    return tuple(found.values())
+    def _timed(self, rivals: Mapping[str, Remeasured], seed: int) -> tuple[dict[str, Remeasured], Result]:
+        """Returns `rivals` with times from a race of those that compile and are correct, and the race's result."""
+        operation, problem, runner, winner = self.operation, self.problem, self.runner, self.record.winner.measurement
+        repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
+        def task(label: str, repetitions: int, incumbent_s: float | None = None) -> Task:
+            rival = rivals[label]
+            return Task(operation, problem, rival.backend, rival.schedule, repetitions, winner.l2, incumbent_s)
 
-def _timed(
-    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Remeasured], record: Record, seed: int
-) -> tuple[tuple[Remeasured, ...], Result]:
-    """Returns `rivals` with times from a race of those that compile and are correct, and the result of the race."""
-    repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
+        def first(label: str) -> Outcome:
+            kernel = operation.kernel(rivals[label].backend)
+            if reason := illegal(kernel, problem, runner.hardware, rivals[label].schedule):
+                return Failure("lower", reason)
+            outcome = runner.measure(task(label, repetitions))
+            # A library that is far slower than the winner is compiled once, as in a search.
+            again = task(label, repetitions, winner.median_s)
+            wrong = runner.confirm(again) if isinstance(outcome, Measurement) else None
+            return wrong if isinstance(wrong, Failure) else outcome
 
-    def task(rival: Remeasured, repetitions: int, incumbent_s: float | None = None) -> Task:
-        return Task(
-            operation,
-            problem,
-            rival.backend,
-            rival.schedule,
-            repetitions,
-            record.winner.measurement.l2,
-            incumbent_s,
+        with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
+            now = dict(threads.map(first, rivals))
+        times = {label: outcome.median_s for label, outcome in now.items() if isinstance(outcome, Measurement)}
+        racing = []
+        for label in filter(times.__contains__, rivals):
+            kernel = operation.kernel(rivals[label].backend)
+            onchip = onchip_bytes(kernel, problem, runner.hardware, rivals[label].schedule)
+            racing.append(runoff.Contender(label, kernel.library, onchip, kernel.loses_ties))
+        fastest_s = min(times.values(), default=None)
+        ended = runoff.run_off_finalists(
+            runner,
+            racing,
+            lambda rival: runner.measure(task(rival.label, repetitions_of_round, fastest_s), again=True),
+            seed=seed,
         )
+        now |= {**ended.times, **ended.failures}
+        return {label: dataclasses.replace(rival, now=now[label]) for label, rival in rivals.items()}, ended
 
-    by_label = {_label(rival): rival for rival in rivals}
+    def _refreshed(self, rivals: Mapping[str, Remeasured], ended: Result) -> Record | None:
+        """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
+        kept = runoff.fastest_finalists(ended.order, runoff.KEPT_FINALISTS, lambda label: rivals[label].backend)
+        if self.operation.library.backend not in (rivals[label].backend for label in kept):
+            return None
 
-    def first(label: str) -> Outcome:
-        rival = by_label[label]
-        if reason := illegal(operation.kernel(rival.backend), problem, runner.hardware, rival.schedule):
-            return Failure("lower", reason)
-        outcome = runner.measure(task(rival, repetitions))
-        # A library that is far slower than the winner is compiled once, as in a search.
-        again = task(rival, repetitions, record.winner.measurement.median_s)
-        wrong = runner.confirm(again) if isinstance(outcome, Measurement) else None
-        return wrong if isinstance(wrong, Failure) else outcome
+        def entry(label: str) -> Entry:
+            r = rivals[label]
+            return Entry(r.backend, r.version, r.schedule, ended.times[label], r.predicted_s, self.fingerprint(r))
 
-    with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
-        now = dict(threads.map(first, by_label))
-    fastest_s = min((outcome.median_s for outcome in now.values() if isinstance(outcome, Measurement)), default=None)
-    racing = []
-    for label, rival in by_label.items():
-        if isinstance(now[label], Measurement):
-            kernel = operation.kernel(rival.backend)
-            onchip = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
-            racing.append(final_comparison.Contender(label, kernel.library, onchip, kernel.loses_ties))
-    ended = final_comparison.run_off_finalists(
-        runner,
-        racing,
-        lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round, fastest_s), again=True),
-        seed=seed,
-    )
-    now |= {**ended.times, **ended.failures}
-    return tuple(dataclasses.replace(rival, now=now[_label(rival)]) for rival in rivals), ended
-
-
-def _refreshed(
-    operation: Operation[Any],
-    problem: Problem,
-    record: Record,
-    runner: Runner,
-    rivals: Sequence[Remeasured],
-    ended: Result,
-) -> Record | None:
-    """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
-    by_label, fingerprint = {_label(rival): rival for rival in rivals}, traced_by(operation, problem, runner)
-    kept = final_comparison.fastest_finalists(
-        ended.order, final_comparison.KEPT_FINALISTS, lambda label: by_label[label].backend
-    )
-    if operation.library.backend not in (by_label[label].backend for label in kept):
-        return None
-
-    def entry(label: str) -> Entry:
-        rival = by_label[label]
-        own = fingerprint(rival)
-        return Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s, own)
-
-    return dataclasses.replace(
-        record,
-        entries=tuple(map(entry, kept)),
-        environment=runner.environment,
-        confidence=ended.verdict,
-        reference=reference(operation, problem, runner),
-        legal=legal_schedules(operation, problem, runner),
-        imported=None,
-    )
-
-
-def _label(rival: Remeasured) -> str:
-    return label_of(rival.backend, rival.schedule)
-
-
-def _description(rival: Remeasured) -> str:
-    return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"
+        return dataclasses.replace(
+            self.record,
+            entries=tuple(map(entry, kept)),
+            environment=self.runner.environment,
+            confidence=ended.verdict,
+            reference=reference(self.operation, self.problem, self.runner),
+            legal=legal_schedules(self.operation, self.problem, self.runner),
+            imported=None,
+        )

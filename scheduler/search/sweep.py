@@ -91,7 +91,8 @@ def sweep(
     arguments.checked_integer("repetitions", repetitions)
     arguments.checked_integer("again", again, least=0)
     runner.capacity(operation, problem)  # raises if the problem does not fit in memory, before the sweep is planned
-    head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
+    passes = {"repetitions": repetitions, "again": again, "rounds": ROUNDS if again else 0}
+    head, chosen = _plan(operation, problem, runner, backends, sample, seed, **passes)
     with Recorder(path, head) as recorder, runner.reserve(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
@@ -171,16 +172,10 @@ def _measured_again(
 
 
 def _plan(
-    operation: Operation[Any],
-    problem: Problem,
-    runner: Runner,
-    backends: frozenset[str] | None,
-    sample: int | None,
-    seed: int,
-    repetitions: int,
-    again: int,
-) -> tuple[Sweep, list[Candidate]]:
-    """Returns the head of the recording, and the candidates in the order of measurement."""
+    operation: Operation[Any], problem: Problem, runner: Runner, backends: frozenset[str] | None,
+    sample: int | None, seed: int, **passes: int,
+) -> tuple[Sweep, list[Candidate]]:  # fmt: skip
+    """Returns the head of the recording, with the fields `passes`, and the candidates in the order of measurement."""
     libraries: list[Candidate] = []
     schedules: list[Candidate] = []
     refused: dict[str, str] = {}
@@ -220,10 +215,8 @@ def _plan(
         legal=len(legal),
         sample=sample,
         seed=seed,
-        repetitions=repetitions,
-        again=again,
-        rounds=ROUNDS if again else 0,
         library=operation.library.backend,
+        **passes,
     )
     return head, chosen
 

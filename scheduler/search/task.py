@@ -22,11 +22,7 @@ BUDGET = EFFORTS["default"]
 
 
 def trials(budget: int | None, effort: str | None) -> int:
-    """Returns the budget of a search: `budget` itself, or the budget of `effort`.
-
-    Raises:
-      ValueError: both are given, or the effort is unknown.
-    """
+    """Returns the budget of a search: `budget` itself, or that of `effort`. Raises ValueError if both are given."""
     if effort is None:
         return BUDGET if budget is None else budget
     if budget is not None:
@@ -35,36 +31,31 @@ def trials(budget: int | None, effort: str | None) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """One problem to tune.
+class SearchOptions:
+    """Options of a search: of `scheduler.tune`, of the command `tune`, and of the tasks of a job.
 
     Attributes:
-      budget: maximum number of trials.
-      seconds: time after which no more trials are proposed; None sets no limit.
-      backends: kernels to try in addition to the library; None tries all.
-      count: number of calls with this problem in the function that the job tunes.
+      budget: maximum number of trials, including the library's. The search stops earlier if no untried candidate can
+        win, or if the last trials brought no improvement and none is expected; the record gives the reason.
+      seconds: time after which no more trials are proposed. Without this limit, a search in interpret mode (on a CPU)
+        that would take more than `tuner.LONGEST_INTERPRETED_S` is rejected.
+      backends: kernels to try in addition to the library; None tries all that support the problem.
+      seed: seed of the search; the inputs are always the same.
+      l2: whether candidates read their operands from memory ("cold") or, as far as they fit, from the cache ("warm").
+        A problem measured cold is tuned again if `l2` is warm.
+      force: search even if the store has a valid record.
+      first_error: search, and raise the first failure of a candidate (except the library's) instead of continuing.
+      sampler: proposes schedules: "model" (the cost model's order, then a surrogate), the name of an Optuna sampler
+        ("tpe", "gp", "cmaes", "nsgaii", "qmc", "random"), ``module:NAME``, or any Optuna sampler object. A sampler
+        object keeps its state between searches; a named sampler does not.
+
+    Raises:
+      TypeError, ValueError: a value is not valid; the message says what is expected.
     """
 
-    operation: Operation[Any]
-    problem: Problem
     budget: int = BUDGET
     seconds: float | None = None
     backends: frozenset[str] | None = None
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        arguments.checked_integer("budget", self.budget)
-        arguments.checked_positive_or_none("seconds", self.seconds)
-        arguments.checked_integer("count", self.count)
-
-    def __str__(self) -> str:
-        return f"{self.operation.name} {self.problem}"
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchOptions:
-    """Options shared by all searches of a job: arguments of `tuner.tune`."""
-
     seed: int = 0
     l2: L2 = "cold"
     force: bool = False
@@ -72,14 +63,43 @@ class SearchOptions:
     sampler: Sampler = MODEL
 
     def __post_init__(self) -> None:
+        arguments.checked_integer("budget", self.budget)
+        arguments.checked_positive_or_none("seconds", self.seconds)
         arguments.checked_seed(self.seed)
         arguments.checked_choice("l2", self.l2, L2S)
+        arguments.checked_flag("force", self.force)
+        arguments.checked_flag("first_error", self.first_error)
         sampler_of(self.sampler, self.seed)  # validates the sampler
+
+    @classmethod
+    def of(cls, *, budget: int | None = None, effort: str | None = None, **others: Any) -> SearchOptions:
+        """Returns options whose budget is `budget`, or that of `effort`: "quick", "default" or "full"."""
+        return cls(trials(budget, effort), **others)
 
     @property
     def searches_known(self) -> bool:
         """Whether a problem is searched even if the store has a valid record."""
         return self.force or self.first_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem to tune.
+
+    Attributes:
+      count: number of calls with this problem in the function that the job tunes.
+    """
+
+    operation: Operation[Any]
+    problem: Problem
+    options: SearchOptions = SearchOptions()
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        arguments.checked_integer("count", self.count)
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} {self.problem}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +176,6 @@ class Result:
 # Parses ranges of an extent: ``m=1..8192`` on the command line and in jobs, ``m = [1, 8192]`` in jobs.
 
 _RANGE = re.compile(r"\s*(-?\d+)\s*\.\.\s*(-?\d+)\s*")
-
-
-def is_range(text: str) -> bool:
-    """Returns whether a value has the form of a range."""
-    return _RANGE.fullmatch(text) is not None
 
 
 def value_text(name: str, value: Any) -> str:

@@ -11,7 +11,8 @@ In the grouped product two CTAs multiply together. The one that issues their pro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -247,7 +248,18 @@ class JaxBlackwellRaggedDot(Kernel[RaggedDotProblem, BlackwellSchedule]):
     ) -> jax.Array:
         lhs, rhs, boundaries = args
         module = jax_compat.jax_gpu_kernel("blackwell_ragged_dot_mgpu")
-        kernel = jax_compat.with_core_count(module.ragged_dot_kernel, target.cores)
+        kernel = _with_core_count(module.ragged_dot_kernel, target.cores)
         with jax.enable_x64(False):
             out: jax.Array = kernel(lhs, rhs, sizes_of(boundaries), schedule.config(module))
         return zero_rows_of_no_group(out, boundaries)
+
+
+def _with_core_count(kernel: Callable[..., Any], cores: int) -> Callable[..., Any]:
+    """Returns a copy of one of JAX's functions that sees `cores` cores on the default device.
+
+    The default device may be another chip than the one that the kernel is lowered for.
+    """
+    seen = types.ModuleType(jax.__name__)
+    vars(seen).update(vars(jax), local_devices=lambda: [types.SimpleNamespace(core_count=cores)])
+    function: Any = kernel
+    return types.FunctionType(function.__code__, {**function.__globals__, "jax": seen}, function.__name__)

@@ -41,8 +41,8 @@ from search_spaces.ragged_dot.problem import (
     GroupedProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
+    covering,
 )
-from search_spaces.ragged_dot.visits import covering
 from search_spaces.space import Column, Columns, Space, cdiv
 from search_spaces.target import Target
 

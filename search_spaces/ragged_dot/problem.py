@@ -475,3 +475,8 @@ def _product_of_block(rhs: jax.Array, transpose_rhs: bool, lhs: jax.Array, group
 
 
 __all__: Sequence[str] = ("GatedRaggedDotProblem", "GroupedProblem", "RaggedDotProblem", "RaggedDotWeightsProblem")
+
+
+def covering(boundaries: jax.Array, rows: int) -> jax.Array:
+    """Adds two groups to `boundaries`: the rows before the first and after the last of all groups."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), boundaries, jnp.full(1, rows, jnp.int32)])

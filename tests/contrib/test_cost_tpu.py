@@ -16,6 +16,8 @@ from scheduler.model.cost import BY_PLATFORM, CostModel
 from search_spaces import Footprint, Operand, Phase, load
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.always  # the model is no part of the shelf
+
 V5E, H200 = find("v5e"), find("h200")
 
 

@@ -41,6 +41,8 @@ from scheduler.store.store import Store
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.always  # what stores, calls and commands do with estimates is no part of the shelf
+
 ROOT = Path(__file__).parents[2]
 V6E = find("v6e")
 PROBLEM = ProductProblem(1024, 512, 256)
@@ -126,8 +128,8 @@ def test_an_estimate_is_known_to_who_estimates_and_searched_again_on_the_chip(st
     runner = Estimating()
     assert tune(PRODUCT, PROBLEM, store=store, runner=runner) == estimate
     assert not runner.asked
-    assert is_current(PRODUCT, PROBLEM, elsewhere(V6E), store) == estimate
-    assert is_current(PRODUCT, PROBLEM, V6E, store) == "it was estimated by the compiler, not measured"
+    assert is_current(Task(PRODUCT, PROBLEM), elsewhere(V6E), store) == estimate
+    assert is_current(Task(PRODUCT, PROBLEM), V6E, store) == "it was estimated by the compiler, not measured"
 
 
 def test_no_estimate_replaces_what_was_measured(store, estimate, tmp_path):

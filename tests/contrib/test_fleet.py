@@ -24,7 +24,7 @@ from search_spaces import Operation, Target
 
 pytestmark = pytest.mark.slow
 
-TASK = Task(FAULTY, FaultyProblem(8, "ok ok wrong slow"), budget=6)
+TASK = Task(FAULTY, FaultyProblem(8, "ok ok wrong slow"), SearchOptions(budget=6))
 
 
 @pytest.fixture
@@ -48,11 +48,10 @@ def store():
 def search(agent, task, here, store, progress=lambda step: None):
     hardware, environment = here
     key = key_of(task.operation, task.problem, hardware)
-    return received(
-        agent.search(order(task, SearchOptions(), hardware, environment, store)), key, environment, store, progress
-    )
+    return received(agent.search(order(task, hardware, environment, store)), key, environment, store, progress)
 
 
+@pytest.mark.always
 def test_a_search_by_an_agent_is_kept_as_one_of_this_process_is(agent, here, store):
     steps = []
     record = search(agent, TASK, here, store, steps.append)
@@ -72,7 +71,7 @@ def test_a_search_by_an_agent_is_kept_as_one_of_this_process_is(agent, here, sto
 
 def test_trials_of_a_search_that_was_cut_short_are_not_made_again(agent, here, store):
     hardware, environment = here
-    ordered = order(TASK, SearchOptions(), hardware, environment, store)
+    ordered = order(TASK, hardware, environment, store)
     told = []
     for message in agent.search(ordered):  # the driver hears of three trials, and no more
         told.append(message)
@@ -92,7 +91,6 @@ def test_similar_problems_go_along(agent, here, store):
     hardware, environment = here
     ordered = order(
         dataclasses.replace(TASK, problem=FaultyProblem(16, TASK.problem.script)),
-        SearchOptions(),
         hardware,
         environment,
         store,
@@ -102,7 +100,7 @@ def test_similar_problems_go_along(agent, here, store):
 
 def test_an_operation_that_is_not_there_or_is_another_version_is_refused_with_what_to_do(agent, here, store):
     hardware, environment = here
-    ordered = order(TASK, SearchOptions(), hardware, environment, store)
+    ordered = order(TASK, hardware, environment, store)
     *_, last = agent.search(dataclasses.replace(ordered, operation="nowhere.at_all:OPERATION"))
     assert isinstance(last, SearchFailed)
     for part in ("cannot load operation 'nowhere.at_all:OPERATION'", "--working-dir", "install it"):
@@ -115,7 +113,7 @@ def test_an_operation_that_is_not_there_or_is_another_version_is_refused_with_wh
 def test_an_operation_that_no_other_process_can_load_is_refused(here, store):
     local = dataclasses.replace(TASK, operation=Operation("local", FaultyProblem, FAULTY.kernels))
     with pytest.raises(SchedulerError, match="top level"):
-        order(local, SearchOptions(), *here, store)
+        order(local, *here, store)
 
 
 def test_a_lost_device_is_a_lost_place_and_a_lack_of_an_answer_is_not(here, store):

@@ -48,6 +48,7 @@ def lowering(kernel, problem, schedule):
     return lambda: traced.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("kernel", "problem"), PROBLEMS, ids=lambda x: str(x) if isinstance(x, Problem) else x.backend)
 def test_legal_schedules_are_lowered_and_ask_for_the_on_chip_memory_of_their_footprint(kernel, problem):
     pruned = prune(kernel, problem, B200, CostModel(B200))

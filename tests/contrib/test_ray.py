@@ -5,19 +5,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from gated import GATED, GatedProblem, waiting
-from operations import FAULTY, REPEATED, DoubleProblem, FaultyProblem
+from operations import FAULTY, FaultyProblem
 from processes import gone
 
 from scheduler.contrib.fleet import ray_cluster
 from scheduler.core.errors import SchedulerError
-from scheduler.measure.runner import RunnerOptions
 from scheduler.search import jobs
-from scheduler.search.task import Task
+from scheduler.search.task import SearchOptions, Task
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -27,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 HOST = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}
-SMALL = [Task(FAULTY, FaultyProblem(n, "ok"), budget=2) for n in (8, 16, 24, 32, 40, 48)]
-SHIPPED = Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), budget=3)
+SMALL = [Task(FAULTY, FaultyProblem(n, "ok"), SearchOptions(budget=2)) for n in (8, 16, 24, 32, 40, 48)]
+SHIPPED = Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), SearchOptions(budget=3))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def searched(cluster, tasks, store, met=lambda step: None):
 
 
 def gated(gate):
-    return Task(GATED, GatedProblem(8, str(gate)), budget=4)
+    return Task(GATED, GatedProblem(8, str(gate)), SearchOptions(budget=4))
 
 
 def test_every_host_searches_a_job_and_a_process_that_is_killed_loses_nothing(cluster, store, gate):
@@ -106,7 +104,7 @@ def test_every_host_searches_a_job_and_a_process_that_is_killed_loses_nothing(cl
 
 
 def test_a_problem_that_kills_two_processes_has_failed_and_the_others_are_searched(cluster, store):
-    fatal = Task(FAULTY, FaultyProblem(8, "exit"), budget=2)
+    fatal = Task(FAULTY, FaultyProblem(8, "exit"), SearchOptions(budget=2))
     results, _ = searched(cluster, [fatal, *SMALL[:3]], store)
     assert [results[str(task)].state for task in SMALL[:3]] == ["tuned"] * 3
     failed = results[str(fatal)]
@@ -193,36 +191,6 @@ def test_a_place_is_a_gpu_that_no_other_work_has(cluster):
     assert "free 0" in said.stdout
     assert "1 of 2 actors of the cluster are left out: 1 x other work" in said.stdout
     assert "still connected True" in said.stdout  # it was before
-
-
-def test_hosts_without_a_gpu_compile_for_the_others_and_the_records_are_the_same(store, monkeypatch):
-    from ray.cluster_utils import Cluster
-
-    tasks = [Task(REPEATED, DoubleProblem(n), budget=5) for n in (512, 1024)]
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
-        for name, value in (("RAY_TMPDIR", short), ("JAX_PLATFORMS", "cpu"), ("RAY_AUTH_MODE", "disabled")):
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
-        running = Cluster(initialize_head=True, head_node_args=HOST | {"num_gpus": 1})
-        try:
-            running.add_node(**HOST)
-            running.add_node(**HOST)
-            with ray_cluster.executors(running.address, RunnerOptions(workers=1)) as found:
-                (place,) = found
-                while ray.get(place._actor.describe.remote())["slots"] < 1 + 2 + 2:
-                    time.sleep(0.1)
-                helped = {str(r.task): r for r in jobs.run(tasks, found, store=store)}
-        finally:
-            running.shutdown()
-    alone = {str(r.task): r for r in jobs.run(tasks, store=Store(":memory:"), options=RunnerOptions(workers=1))}
-    assert helped.keys() == alone.keys()
-    for name, result in helped.items():
-        assert result.state == alone[name].state == "tuned"
-        assert choices(result.record) == choices(alone[name].record)
-
-
-def choices(record):
-    return {(entry.backend, *entry.schedule.items()) for entry in record.entries}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://here:1", "here"])

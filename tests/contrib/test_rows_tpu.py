@@ -152,6 +152,7 @@ def test_rows_of_all_kinds_are_right(problem, schedule):
     check(problem, schedule(problem.columns_of_program), operands(problem))
 
 
+@pytest.mark.always
 def test_infinities_and_nan_stay_in_their_rows():
     for residency in ("window", "scratch", "reread"):
         problem = problem_of("softmax_with_lse", 20, 600, "float32")

@@ -35,6 +35,7 @@ def schedules(hardware):
     ]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_chip_that_is_estimated_ships_schedules_of_each_operation(chip):
     found = {one["operation"] for one in schedules(find(chip))}

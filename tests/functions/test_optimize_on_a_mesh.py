@@ -194,12 +194,48 @@ def test_explicit_axes_and_a_mesh_that_is_set_change_no_kernel_and_no_type(axis_
     fast = scheduler.optimize(sgd, **ON_CPU)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         actual, expected = fast(*args), jax.jit(sgd)(*args)
+        fast(actual[0], args[1])  # decides nothing, although `P("data", None)` is another spec than `P("data")`
     close(actual, expected)
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
     (decided,) = fast.decisions
     assert "matmul m=4 n=32 k=16 dtype=float32" in used(decided)
     assert sum(each.times for each in decided.replaced) == 5
     assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_attention_on_explicit_axes_of_a_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    q, k, v = (placed(normal(2, 16, 2, 8, seed=i), None, None, "model", mesh=mesh) for i in range(3))
+    fast = scheduler.optimize(jax.nn.dot_product_attention, **ON_CPU)
+    with jax.set_mesh(mesh):
+        close(fast(q, k, v), jax.nn.dot_product_attention(q, k, v))
+    assert "flash_attention batch=2 q_len=16 kv_len=16 heads=1 " in str(used(fast.decisions[0]))
+
+
+def test_shardings_inside_of_a_function_on_explicit_axes_stay_constraints():
+    types = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=types, devices=jax.devices()[:2])
+    inner = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data")))
+
+    def step(x, w):
+        return lax.with_sharding_constraint(inner(x, w), P(P.UNCONSTRAINED, "model")) @ w.T
+
+    args = placed(X, "data", mesh=mesh), placed(WEIGHTS["up"], mesh=mesh)
+    fast = scheduler.optimize(step, **ON_CPU)
+    with jax.set_mesh(mesh):
+        actual, expected = fast(*args), jax.jit(step)(*args)
+    close(actual, expected)
+    assert jax.typeof(actual) == jax.typeof(expected)
+    assert sum(each.times for each in fast.decisions[0].replaced) == 2
+
+
+def test_explicit_axes_inside_of_automatic_ones_become_automatic():
+    fast = scheduler.optimize(
+        lambda x, w: jax.sharding.explicit_axes(jnp.matmul, in_sharding=(P("data"), P()))(x, w), **ON_CPU
+    )
+    with jax.set_mesh(MESH):
+        close(fast(placed(X, "data"), placed(WEIGHTS["up"])), X @ WEIGHTS["up"])
+    assert used(fast.decisions[0]) == {"matmul m=4 n=32 k=16 dtype=float32"}
 
 
 def test_a_shard_map_inside_of_explicit_axes_stays_with_xla_and_that_is_said():
@@ -209,7 +245,8 @@ def test_a_shard_map_inside_of_explicit_axes_stays_with_xla_and_that_is_said():
     fast = scheduler.optimize(lambda x, w: jax.shard_map(jnp.matmul, mesh=mesh, **specs)(x, w) @ w.T, **ON_CPU)
     close(fast(x, w), X @ WEIGHTS["up"] @ WEIGHTS["up"].T)
     assert NOT_PARTITIONED in fast.report()
-    assert "m=8 " not in str(used(fast.decisions[0])), "a product of both devices"
+    assert used(fast.decisions[0]) == {"matmul m=4 n=32 k=16 dtype=float32"}, "the product of one device alone"
+    assert [f"matmul {row.problem}" for row in scheduler.problems(fast, x, w)] == [*used(fast.decisions[0])]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

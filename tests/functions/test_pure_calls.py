@@ -95,6 +95,75 @@ def test_an_object_that_occurs_twice_or_holds_itself_is_one_object():
     assert_same(weights.w, 4 * X3)
 
 
+def test_another_object_of_the_same_attributes_decides_nothing_new():
+    fast = scheduler.optimize(lambda x, weights: (x @ weights.w, weights))
+    for rows in (4, 5):
+        weights = Weights(rows * batch(4))
+        found, same = fast(batch(3), weights)
+        assert_same(found, batch(3) @ weights.w)
+        assert same is weights
+    assert len(fast.decisions) == 1
+
+
+def test_lists_and_objects_that_hold_each_other_keep_their_places():
+    def step(x, layers):
+        for layer in layers:
+            layer.next.w = x @ layer.w
+        layers[0].all.reverse()
+        return layers[0].w
+
+    def made():
+        layers = [Weights((i + 1) * X3) for i in range(3)]
+        for i, layer in enumerate(layers):
+            layer.next, layer.all = layers[i - 1], layers
+        return layers
+
+    fast, actual, expected = scheduler.optimize(step), made(), made()
+    first = actual[0]
+    for _ in range(3):
+        assert_same(fast(X3, actual), step(X3, expected))
+        assert_same([layer.w for layer in actual], [layer.w for layer in expected])
+    assert first.all is actual
+    assert actual[2] is first
+
+
+def test_an_object_with_arrays_that_a_function_makes_is_refused():
+    for step in (lambda x, tree: Weights(x), lambda x, tree: setattr(tree[0], "new", Weights(x))):
+        weights = Weights(X3)
+        with pytest.raises(scheduler.SchedulerError, match="makes an object with arrays, of class Weights"):
+            scheduler.optimize(step)(X3, [weights])
+        assert vars(weights).keys() == {"w"}
+
+
+class Slots:
+    __slots__ = ("count", "w")
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, 2 * value if name == "w" else value)
+
+
+def test_slots_are_attributes_and_a_setter_runs_once():
+    def step(x, slots):
+        slots.count += 1
+        slots.w = x @ slots.w
+        return slots.count * slots.w
+
+    fast, actual, expected = scheduler.optimize(step), Slots(), Slots()
+    actual.w, actual.count, expected.w, expected.count = X3, 1, X3, 1
+    for _ in range(3):
+        assert_same(fast(X3, actual), step(X3, expected))
+        assert_same((actual.w, actual.count), (expected.w, expected.count))
+
+
+@pytest.mark.parametrize("number", [2, np.float32([2, 3, 4])])
+def test_attributes_of_an_object_without_arrays_of_jax_are_never_stale(number):
+    fast = scheduler.optimize(lambda x, setup: x * setup["a"].number)
+    setup = {"a": types.SimpleNamespace(number=number, name="a")}
+    for _ in range(3):
+        setup["a"].number = setup["a"].number + 1
+        assert_same(fast(X3, setup), X3 * setup["a"].number)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class State:

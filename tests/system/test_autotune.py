@@ -40,6 +40,7 @@ from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import distance
 from scheduler.search.candidates import collect
 from scheduler.search.sweep import sweep
+from scheduler.search.task import SearchOptions, Task
 from scheduler.store.store import Store
 from search_spaces import DeclarationError, Footprint, Operand, Phase, load, locate
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
@@ -310,7 +311,7 @@ def test_without_a_footprint_nothing_is_pruned_predicted_or_left_out():
     assert (len(pruned.points), pruned.dropped, pruned.ranked) == (2000, {}, False)
     assert set(pruned.predicted_s) == {CostModel(H200).library_seconds(problem)}
     assert pruned.points.tile.tolist() == list(range(1, 2001))
-    here = collect(function.operation, problem, InProcess(), allowed=frozenset({"pallas"}), budget=3, known=(), near=())
+    here = collect(Task(function.operation, problem, SearchOptions(3, backends=frozenset({"pallas"}))), InProcess())
     assert len(here.of) == 2001  # and of those that a model ranks, a quarter is kept
     answer = predict(function.operation, problem, H200, backends=frozenset({"pallas"}))
     assert answer.schedule == {"tile": 1}

@@ -22,6 +22,7 @@ from scheduler.measure.runner import InProcess
 from scheduler.prediction.transfer import recheck
 from scheduler.search import jobs
 from scheduler.search.baseline import is_current
+from scheduler.search.task import SearchOptions
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, load
@@ -240,7 +241,7 @@ def test_a_kernel_of_which_one_schedule_runs_is_not_broken():
 
 @pytest.mark.parametrize("stage", ["memory", "worker"])
 def test_what_lacked_memory_or_a_process_is_no_fault_of_the_kernel_and_is_tried_again(stage):
-    store, task = Store(":memory:"), jobs.Task(PACED, EIGHT, budget=5)
+    store, task = Store(":memory:"), jobs.Task(PACED, EIGHT, SearchOptions(budget=5))
     for _ in range(2):
         (result,) = jobs.run([task], store=store, runner=Scripted(Failure(stage, "none left")))
         assert (result.state, result.broken) == ("tuned", ())
@@ -252,8 +253,8 @@ def test_what_lacked_memory_or_a_process_is_no_fault_of_the_kernel_and_is_tried_
 def test_what_is_settled_depends_on_who_is_asked_for():
     store = Store(":memory:")
     record = searched(Failure("lower", "no"), store=store)
-    assert is_current(PACED, EIGHT, CPU, store) == "4 of 4 schedules of scripted failed: lower: no"
-    assert is_current(PACED, EIGHT, CPU, store, backends=frozenset({"xla"})) == record
+    assert is_current(jobs.Task(PACED, EIGHT), CPU, store) == "4 of 4 schedules of scripted failed: lower: no"
+    assert is_current(jobs.Task(PACED, EIGHT, SearchOptions(backends=frozenset({"xla"}))), CPU, store) == record
     assert recheck(PACED, EIGHT, CPU, record, backends=frozenset({"scripted"})).startswith("4 of 4 schedules")
 
     class Dropped(Paced):
@@ -261,14 +262,14 @@ def test_what_is_settled_depends_on_who_is_asked_for():
             return "not any more"
 
     dropped = Operation("paced", DoubleProblem, (Dropped(), DoubleLibrary()))
-    assert is_current(dropped, EIGHT, CPU, store) == record
-    task = jobs.Task(PACED, EIGHT, budget=5, backends=frozenset({"xla"}))
+    assert is_current(jobs.Task(dropped, EIGHT), CPU, store) == record
+    task = jobs.Task(PACED, EIGHT, SearchOptions(budget=5, backends=frozenset({"xla"})))
     (result,) = jobs.run([task], store=store, runner=Scripted())
     assert (result.state, result.broken) == ("known", ())
 
 
 def test_a_backend_asked_for_alone_that_never_ran_fails_with_its_reason():
-    task = jobs.Task(PACED, EIGHT, budget=5, backends=frozenset({"scripted"}))
+    task = jobs.Task(PACED, EIGHT, SearchOptions(budget=5, backends=frozenset({"scripted"})))
     (result,) = jobs.run([task], store=Store(":memory:"), runner=Scripted(Failure("lower", "no")))
     assert result.state == "failed"
     assert "4 of 4 schedules of scripted failed: lower: no" in result.reason

@@ -32,7 +32,7 @@ def tune(**search):
 
 COUNTS = {
     "tune": lambda n: tune(budget=n, force=True),
-    "Task": lambda n: Task(SOFTMAX, PROBLEM, budget=n),
+    "Task": lambda n: Task(SOFTMAX, PROBLEM, SearchOptions(budget=n)),
     "Task of a count": lambda n: Task(SOFTMAX, PROBLEM, count=n),
     "workers": lambda n: RunnerOptions(workers=n),
     "searches": lambda n: RunnerOptions(searches=n),
@@ -43,7 +43,7 @@ COUNTS = {
 NUMBERS = {
     "tune": lambda s: tune(seconds=s, force=True),
     "optimize": lambda s: scheduler.optimize(lambda x: x, seconds=s),
-    "Task": lambda s: Task(SOFTMAX, PROBLEM, seconds=s),
+    "Task": lambda s: Task(SOFTMAX, PROBLEM, SearchOptions(seconds=s)),
     "compile timeout": lambda s: RunnerOptions(compile_timeout_s=s),
     "run timeout": lambda s: RunnerOptions(run_timeout_s=s),
     "within": lambda s: list(reverify([], within=s)),

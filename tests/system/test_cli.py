@@ -111,7 +111,7 @@ def test_the_commands_numpy_has_one_thread_unless_the_user_says_otherwise(own, t
 
 def test_the_state_of_the_cache_is_cold_or_warm():
     _, err = run("tune", "matmul", *SMALL, "--l2", "tepid", status=2)
-    assert "--l2 must be cold or warm, found tepid" in " ".join(err.split())
+    assert "l2='tepid' is not one of cold, warm" in " ".join(err.split())
 
 
 def test_json_of_a_search_has_its_figures_and_nothing_else_is_on_standard_output(store):

@@ -12,7 +12,7 @@ from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
 from scheduler.measure.runner import InProcess
 from scheduler.search import baseline, jobs
-from scheduler.search.jobs import Malformed, Task, parse, parse_backends
+from scheduler.search.jobs import Malformed, SearchOptions, Task, parse, parse_backends
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -47,9 +47,11 @@ def runner():
 
 def test_a_problem_has_what_the_job_shares_unless_it_says_otherwise():
     first, second = parse(JOB)
-    assert first == Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), budget=3)
+    assert first == Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), SearchOptions(budget=3))
     pallas = frozenset(MATMUL.backends) - {"xla"}
-    assert second == Task(MATMUL, MatmulProblem(8, 8, 8, "bfloat16"), budget=5, seconds=2.5, backends=pallas)
+    assert second == Task(
+        MATMUL, MatmulProblem(8, 8, 8, "bfloat16"), SearchOptions(budget=5, seconds=2.5, backends=pallas)
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_a_bad_problem_is_kept_with_its_reason_and_the_rest_are_read(table, comp
         ("budget =", "must be valid TOML: "),
         ('operatoin = "matmul"', "did you mean 'operation'"),
         ('operation = "matmul"', r"at least one table \[\[problem\]\]"),
-        ('operation = "matmull"\n[[problem]]\nm=1', "no operation 'matmull'"),
+        ('operation = "matmull"\n[[problem]]\nm=1\n[[problem]]\nm=2', "no operation 'matmull'"),
     ],
 )
 def test_what_is_wrong_with_the_whole_job_stops_it(text, complaint):
@@ -108,7 +110,10 @@ def test_a_part_that_is_none_is_an_error(text):
 
 
 def test_one_bad_problem_does_not_stop_the_rest(runner):
-    tasks = [Malformed("matmul m=x", "m='x' is no int"), Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), budget=2)]
+    tasks = [
+        Malformed("matmul m=x", "m='x' is no int"),
+        Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), SearchOptions(budget=2)),
+    ]
     results = list(jobs.run(tasks, store=Store(":memory:"), runner=runner))
     assert [(result.state, result.reason) for result in results] == [("failed", "m='x' is no int"), ("tuned", "")]
 
@@ -120,21 +125,22 @@ def test_what_fails_while_it_is_tuned_is_a_result_with_its_reason():
                 raise WorkerError("the workers went away")
             return Measurement(1e-3, (1e-3,), "wall", "warm")
 
-    tasks = [Task(DOUBLE, DoubleProblem(n), budget=2) for n in (1, 2)]
+    tasks = [Task(DOUBLE, DoubleProblem(n), SearchOptions(budget=2)) for n in (1, 2)]
     first, second = jobs.run(tasks, store=Store(":memory:"), runner=Broken())
     assert (first.state, first.reason) == ("failed", "the workers went away")
     assert second.state == "tuned"
 
 
 def test_what_is_tuned_is_skipped_unless_forced(runner):
-    store, task = Store(":memory:"), Task(MATMUL, MatmulProblem(16, 16, 16, "float32"), budget=2)
-    states = [next(jobs.run([task], store=store, runner=runner, force=force)).state for force in (False, False, True)]
+    store, problem = Store(":memory:"), MatmulProblem(16, 16, 16, "float32")
+    tasks = [Task(MATMUL, problem, SearchOptions(budget=2, force=force)) for force in (False, False, True)]
+    states = [next(jobs.run([task], store=store, runner=runner)).state for task in tasks]
     assert states == ["tuned", "known", "tuned"]
 
 
 def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
     seen = []
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3)
+    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3))
     result = next(
         jobs.run([task], store=Store(":memory:"), runner=runner, progress=lambda step: seen.append(step.search.done))
     )
@@ -148,11 +154,13 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
 
 
 def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothing(runner, tmp_path, monkeypatch):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
+    task = Task(
+        MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3, backends=frozenset({"interpret"}))
+    )
     with contextlib.closing(Store(tmp_path / "shipped.db")) as store:
         record = next(jobs.run([task], store=store, runner=runner)).record
         # A schedule that neither the search nor the model would have named first.
-        odd = dataclasses.replace(record.best(task.backends), schedule=ODD)
+        odd = dataclasses.replace(record.best(task.options.backends), schedule=ODD)
         store.put(dataclasses.replace(record, entries=(odd,)))
     monkeypatch.setattr(baseline, "shipped", lambda: Store(tmp_path / "shipped.db"))
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
@@ -161,7 +169,9 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
 
 
 def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
+    task = Task(
+        MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3, backends=frozenset({"interpret"}))
+    )
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
     assert result.entry.backend == "interpret"
     assert result.library is not None
@@ -199,7 +209,7 @@ def test_an_operation_that_cannot_be_loaded_is_one_bad_problem(code, complaint, 
 
 def test_a_malformed_record_is_tuned_again(runner, tmp_path):
     store = Store(tmp_path / "cache.db")
-    task = Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), budget=1)
+    task = Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), SearchOptions(budget=1))
     list(jobs.run([task], store=store, runner=runner))
     with contextlib.closing(sqlite3.connect(tmp_path / "cache.db")) as connection, connection:
         connection.execute("UPDATE schedules SET record = '{}'")

@@ -19,7 +19,7 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import illegal, prune
 from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import recheck
-from scheduler.search.final_comparison import Contender, race
+from scheduler.search.runoff import Contender, race
 from scheduler.search.sweep import sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

@@ -21,7 +21,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search import job_queue, jobs
 from scheduler.search.job_queue import DeviceExecutor, Queue, Queued, expected_s
-from scheduler.search.task import Malformed, Task
+from scheduler.search.task import Malformed, SearchOptions, Task
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -74,8 +74,8 @@ def place(*runners, name="A"):
     return DeviceExecutor(start, name)
 
 
-def tasks(*sizes, budget=3):
-    return [Task(DOUBLE, DoubleProblem(n), budget=budget) for n in sizes]
+def tasks(*sizes, budget=3, **options):
+    return [Task(DOUBLE, DoubleProblem(n), SearchOptions(budget, **options)) for n in sizes]
 
 
 def run(of, *where, store=None, **how):
@@ -120,7 +120,7 @@ def test_one_place_takes_problems_as_they_are_written_and_several_the_longest_fi
         run(
             [*tasks(1, budget=2), *tasks(2, budget=9), *tasks(4, budget=5)],
             *(place(Noting()) for _ in range(count)),
-            progress=lambda step: began.append(step.task.budget) if step.search.done == 0 else None,
+            progress=lambda step: began.append(step.task.options.budget) if step.search.done == 0 else None,
             **how,
         )
         return began
@@ -132,7 +132,7 @@ def test_one_place_takes_problems_as_they_are_written_and_several_the_longest_fi
 
 def test_a_longer_search_is_expected_of_more_trials_and_of_larger_problems_and_none_of_the_library_alone():
     def expected(problem, **how):
-        return expected_s(Task(MATMUL, problem, **how), CPU)
+        return expected_s(Task(MATMUL, problem, SearchOptions(**how)), CPU)
 
     small, large = MatmulProblem(64, 64, 64, dtype="float32"), MatmulProblem(2048, 2048, 2048, dtype="float32")
     assert expected(small, budget=64) > expected(small, budget=8)
@@ -238,7 +238,7 @@ def test_a_search_whose_time_is_over_is_not_begun_and_has_no_result():
         return dataclasses.replace(task, budget=2) if len(begun) < 3 else None
 
     results = run(tasks(1, 2, 4, 8), place(Noting()), bound=bound)
-    assert [(result.task.budget, result.record.tried) for result in results] == [(3, 2), (3, 2)]
+    assert [(result.task.options.budget, result.record.tried) for result in results] == [(3, 2), (3, 2)]
     assert len(begun) == 4
 
 
@@ -262,7 +262,7 @@ def test_the_first_failure_ends_a_job_that_wants_it():
             return Failure("verify", "wrong") if task.backend == "scripted" else super().measure(task, again=again)
 
     with pytest.raises(CandidateFailed, match="wrong"):
-        run(tasks(1, 2, 4), place(Failing()), first_error=True)
+        run(tasks(1, 2, 4, first_error=True), place(Failing()))
 
 
 def test_results_that_nobody_waits_for_end_the_job():

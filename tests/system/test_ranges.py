@@ -20,7 +20,7 @@ from scheduler.core.records import key_of
 from scheduler.dispatch import dispatch
 from scheduler.prediction.predict import SERVED, predict
 from scheduler.search import jobs
-from scheduler.search.task import Malformed, points
+from scheduler.search.task import Malformed, SearchOptions, points
 from scheduler.store.store import Store, default_url
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL
@@ -29,7 +29,7 @@ OWN = f"{Path(__file__).parents[1] / 'stepped.py'}:STEPPED"
 
 
 def run(store, runner=None, ends="1..1024", operation=STEPPED):
-    tasks = jobs.tasks_of(operation, {"n": ends}, budget=8)
+    tasks = jobs.tasks_of(operation, {"n": ends}, SearchOptions(budget=8))
     return list(jobs.run(tasks, store=store, runner=runner or Told()))
 
 
@@ -51,8 +51,10 @@ def answer(n, records, operation=STEPPED):
 @pytest.mark.parametrize("written", ["m = [1, 5]", 'm = "1..5"'])
 def test_a_job_says_a_range_as_two_integers_or_as_a_command_does(written):
     tasks = jobs.parse(f'operation = "matmul"\nbudget = 7\n[[problem]]\n{written}\nn = 8\nk = 8\n')
-    assert [(task.problem.m, task.problem.n, task.budget) for task in tasks] == [(m, 8, 7) for m in (1, 2, 4, 5)]
-    assert tasks == jobs.tasks_of(MATMUL, {"m": "1..5", "n": "8", "k": "8"}, budget=7)
+    assert [(task.problem.m, task.problem.n, task.options.budget) for task in tasks] == [
+        (m, 8, 7) for m in (1, 2, 4, 5)
+    ]
+    assert tasks == jobs.tasks_of(MATMUL, {"m": "1..5", "n": "8", "k": "8"}, SearchOptions(budget=7))
 
 
 @pytest.mark.parametrize(

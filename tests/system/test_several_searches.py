@@ -20,6 +20,7 @@ from scheduler.measure.pool import Pool
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.search import jobs
 from scheduler.search.reverify import reverify
+from scheduler.search.task import SearchOptions
 from scheduler.search.task import Task as JobTask
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -124,7 +125,7 @@ def test_records_verified_at_once_build_each_rival_once_in_processes_started_onc
 
 def test_a_job_that_processes_without_a_device_help_gives_the_same_records():
     def entries(options):
-        tasks = [JobTask(REPEATED, DoubleProblem(n), budget=5) for n in (512, 1024)]
+        tasks = [JobTask(REPEATED, DoubleProblem(n), SearchOptions(budget=5)) for n in (512, 1024)]
         results = list(jobs.run(tasks, store=Store(":memory:"), options=options))
         assert {result.state for result in results} == {"tuned"}
         return {

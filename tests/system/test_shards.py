@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scheduler.cli import mesh_arguments
+from scheduler.cli import extracting
 from scheduler.cli.app import main
 from scheduler.functions import named
 from scheduler.inspect import shards
@@ -178,10 +178,10 @@ def test_an_array_s_text_tells_what_divides_it():
 
 
 def test_meshes_and_letters_read_back():
-    assert mesh_arguments.mesh_of(" data=2, model=4") == {"data": 2, "model": 4}
-    assert mesh_arguments.letters_of(["m=data,model", "k=x"]) == {"m": ("data", "model"), "k": ("x",)}
-    assert mesh_arguments.specs_of("P(None, 'x', ('y', 'z'))") == [((), ("x",), ("y", "z"))]
-    assert mesh_arguments.specs_of("") == []
+    assert extracting.mesh_of(" data=2, model=4") == {"data": 2, "model": 4}
+    assert extracting.letters_of(["m=data,model", "k=x"]) == {"m": ("data", "model"), "k": ("x",)}
+    assert extracting.specs_of("P(None, 'x', ('y', 'z'))") == [((), ("x",), ("y", "z"))]
+    assert extracting.specs_of("") == []
 
 
 STEP = """

@@ -28,6 +28,7 @@ from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import recheck
 from scheduler.search.baseline import is_current
 from scheduler.search.reverify import reverify
+from scheduler.search.task import Task
 from scheduler.search.tuner import tune
 from scheduler.store import sources, text_files
 from scheduler.store.store import Store, shipped
@@ -289,7 +290,7 @@ def imported_paced():
 def test_a_search_measures_an_imported_schedule_first_and_stores_its_own_record(store):
     given, runner = imported_paced(), Told()
     store.put(given)
-    assert is_current(PACED, DoubleProblem(n=8), CPU, store) == "it was imported, and not verified here"
+    assert is_current(Task(PACED, DoubleProblem(n=8)), CPU, store) == "it was imported, and not verified here"
     made = tune(PACED, DoubleProblem(n=8), budget=4, store=store, runner=runner)
     assert runner.asked[:2] == [{}, WINNER]
     assert (made.winner.schedule, made.imported) == (WINNER, None)

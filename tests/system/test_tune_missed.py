@@ -15,7 +15,7 @@ from scheduler import tuned_matmul
 from scheduler.core.hardware import CPU, find, identified
 from scheduler.core.records import Entry, Key, Miss
 from scheduler.search import missed
-from scheduler.search.jobs import Task
+from scheduler.search.jobs import SearchOptions, Task
 from scheduler.search.missed import MIN_GAIN, Missed, TimeBudget, weigh, worth_tuning
 from scheduler.store import misses
 from scheduler.store.store import Store, shipped
@@ -117,14 +117,14 @@ def test_what_nobody_can_predict_is_searched_after_what_gains_and_before_the_res
 def test_searches_end_with_the_time_and_it_is_known_how_many_are_left(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(missed.time, "monotonic", lambda: now[0])
-    tasks = [Task(MATMUL, product(m), seconds=s) for m, s in ((1, None), (2, 5.0), (3, None), (4, None))]
+    tasks = [Task(MATMUL, product(m), SearchOptions(seconds=s)) for m, s in ((1, None), (2, 5.0), (3, None), (4, None))]
     within = TimeBudget(60)
     now[0] += 1000  # before the first is begun
-    assert within(tasks[0]).seconds == 60
+    assert within(tasks[0]).options.seconds == 60
     now[0] += 20
-    assert within(tasks[1]).seconds == 5
+    assert within(tasks[1]).options.seconds == 5
     now[0] += 39
-    assert within(tasks[2]).seconds == 1
+    assert within(tasks[2]).options.seconds == 1
     now[0] += 2
     assert within(tasks[3]) is None
     assert within.left == 1

@@ -13,7 +13,7 @@ from scheduler.measure.runner import InProcess
 from scheduler.model.pruning import illegal
 from scheduler.prediction.predict import explain, predict
 from scheduler.prediction.transfer import recheck
-from scheduler.search.final_comparison import FEWEST_ROUNDS
+from scheduler.search.runoff import FEWEST_ROUNDS
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, Space

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.core.arguments import allowed_backends
 from scheduler.core.hardware import CPU, find
 from scheduler.search.candidates import collect
+from scheduler.search.task import SearchOptions, Task
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 
@@ -15,8 +15,7 @@ H200 = find("h200")
 
 def backends(operation, problem, hardware=H200, allowed=None):
     runner = SimpleNamespace(hardware=hardware)
-    allowed = allowed_backends(operation, allowed)
-    found = collect(operation, problem, runner, allowed=allowed, budget=4, known=(), near=())
+    found = collect(Task(operation, problem, SearchOptions(4, backends=allowed)), runner)
     return {candidate.backend for candidate in found.of}, found.dropped
 
 
@@ -40,8 +39,7 @@ def test_xla_stays_where_its_logits_fit_a_cache():
 
 def test_cudnn_is_tried_before_the_models_order():
     runner, problem = SimpleNamespace(hardware=H200), square(FlashAttentionProblem, 1024)
-    every = allowed_backends(FLASH_ATTENTION, None)
-    found = collect(FLASH_ATTENTION, problem, runner, allowed=every, budget=4, known=(), near=())
+    found = collect(Task(FLASH_ATTENTION, problem, SearchOptions(4)), runner)
     assert [found.of[index].backend for index in found.seeds] == ["cudnn"]
 
 

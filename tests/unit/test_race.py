@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from scheduler.core.records import TIE, Failure, Measurement
-from scheduler.search.final_comparison import Contender, median_interval, race
+from scheduler.search.runoff import Contender, median_interval, race
 
 REPETITIONS = 10
 LIBRARY = Contender("xla {}", library=True, onchip_bytes=0)

@@ -18,7 +18,7 @@ from scheduler.core.records import Entry, Measurement, Trial, Verdict, key_of
 from scheduler.core.text import faster_text, ratio_text, seconds_text
 from scheduler.inspect import case as cases
 from scheduler.inspect.verdict import compared, difference, gain_text, interval_text, order_note, standing, verdict
-from scheduler.search.final_comparison import Contender, race
+from scheduler.search.runoff import Contender, race
 from scheduler.store.store import shipped
 from search_spaces import load
 

@@ -35,7 +35,7 @@ from scheduler.search import jobs
 from scheduler.search.named_samplers import SAMPLERS, sampler_of
 from scheduler.search.samplers import CandidateSpace
 from scheduler.search.search import Search
-from scheduler.search.task import trials
+from scheduler.search.task import SearchOptions, trials
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation
@@ -296,10 +296,11 @@ def test_the_command_line_searches_by_three_samplers_and_stores_what_it_tried(pa
 def test_a_job_searches_by_the_sampler_that_it_is_given(store):
     job = jobs.parse(
         'operation = "matmul"\neffort = "quick"\n[fields]\nk = 512\n[[problem]]\nm = 512\nn = 512\n'
-        "[[problem]]\nm = 512\nn = 512\nbudget = 12\n"
+        "[[problem]]\nm = 512\nn = 512\nbudget = 12\n",
+        options=SearchOptions(sampler="random"),
     )
-    assert [task.budget for task in job] == [8, 12]
-    (result, *_) = jobs.run(job[:1], store=store, runner=Replay(RECORDING), sampler="random")
+    assert [task.options.budget for task in job] == [8, 12]
+    (result, *_) = jobs.run(job[:1], store=store, runner=Replay(RECORDING))
     assert result.record.tried == 8
 
 

@@ -1,5 +1,7 @@
 """Kernels that are declared by name: what a call on a CPU imports, and that every name and its declaration is right."""
 
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from scheduler.core.hardware import table
 from scheduler.store import text_files
-from search_spaces import OPERATIONS, fingerprint, load
+from search_spaces import OPERATIONS, fingerprint, load, value_of
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel
 from search_spaces.operation import KernelName
@@ -36,7 +38,7 @@ scheduler.tuned_softmax(jnp.ones((16, 16)))
 scheduler.tuned_ragged_dot(jnp.ones((16, 16)), jnp.ones((1, 16, 16)), jnp.array([16]))
 scheduler.tuned_gated_matmul(jnp.ones((16, 16)), jnp.ones((16, 32)))
 names = [name for name in sys.modules if name not in before]
-found = [name for name in names if "mosaic" in name or name.endswith((".tpu", ".hopper", ".mma", ".blackwell"))]
+found = [name for name in names if "mosaic" in name or "contrib" in name or name.endswith((".hopper", ".mma"))]
 assert not found, found
 """
     ran = subprocess.run(
@@ -70,6 +72,15 @@ def test_every_kernel_is_imported_by_its_name_and_is_as_declared():
 
     assert failures(check, OPERATIONS) == []
     assert len(tried) > len(OPERATIONS)
+
+
+def test_what_the_shelf_is_asked_for_is_there():
+    packages = [file.read_text() for name in ("scheduler", "search_spaces") for file in (ROOT / name).rglob("*.py")]
+    named = {
+        name for text in packages for name in re.findall(r'"((?:scheduler|search_spaces)\.contrib\.[\w.:]+)"', text)
+    }
+    assert failures(lambda name: value_of(name) if ":" in name else importlib.import_module(name), sorted(named)) == []
+    assert "scheduler.contrib.tpu.chips:TPUS" in named
 
 
 def test_kernels_of_a_platform_are_those_without_a_name_and_those_of_the_platform():

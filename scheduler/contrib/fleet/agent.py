@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import socket
@@ -23,24 +22,18 @@ from scheduler.contrib.fleet.messages import (
     versions,
 )
 from scheduler.core import codec
-from scheduler.core import hardware as chips
 from scheduler.core.errors import ExecutorLost, SchedulerError
 from scheduler.core.neighbours import Near
 from scheduler.core.progress import Progress
-from scheduler.core.records import Environment, Failure, Key, Record, Trial
-from scheduler.measure.compilers import Compilers, Transport, count_of, read_files, write_files
-from scheduler.measure.conversation import Timeouts, reply_of
-from scheduler.measure.pool import Pool, open_runner
-from scheduler.measure.protocol import Answer, Request, decode, encode
+from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.measure.pool import open_runner
 from scheduler.measure.runner import Runner, RunnerOptions
-from scheduler.measure.runner import Task as MeasureTask
 from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.task import SearchOptions, Task
 from scheduler.store.lease import Lease
 from search_spaces import load
 from search_spaces.operation import Operation
 from search_spaces.space import DeclarationError
-from search_spaces.target import Target
 
 if TYPE_CHECKING:
     from scheduler.store.studies import Described
@@ -59,24 +52,13 @@ class Agent:
 
     def __init__(self, options: RunnerOptions, node: str = "") -> None:
         self._options, self._node = options, node
-        self._helpers: list[Transport] = []
-        self._pool: Pool | None = None
         self._device = DeviceExecutor(self._start)
         self._environment: Environment
 
     def _start(self) -> Runner:
         runner = open_runner(self._options)
         self._environment = runner.environment
-        self._pool = runner if isinstance(runner, Pool) else None
-        if self._pool is not None:
-            self._pool.help(self._helpers)
         return runner
-
-    def help(self, helpers: Sequence[Transport]) -> None:
-        """Adds compile processes of other hosts to the searches here, one for each transport."""
-        self._helpers += helpers
-        if self._pool is not None:
-            self._pool.help(helpers)
 
     def describe(self) -> dict[str, Any]:
         """Describes where the agent runs.
@@ -85,8 +67,7 @@ class Agent:
 
         Returns:
           `host`, `node`, `visible` (the GPU as in CUDA_VISIBLE_DEVICES) and `versions`. Also `target` and `environment`
-            as fields, and `slots` (the maximum number of concurrent candidates); or `unable`, the reason why the agent
-            cannot measure.
+            as fields; or `unable`, the reason why the agent cannot measure.
         """
         description: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -98,9 +79,8 @@ class Agent:
             self._device.open()
         except SchedulerError as error:
             return description | {"unable": str(error)}
-        slots = 1 if self._pool is None else self._pool.slots
         target, environment = vars(self._device.hardware.target), vars(self._environment)
-        return description | {"target": target, "environment": environment, "slots": slots}
+        return description | {"target": target, "environment": environment}
 
     def search(self, order: Order) -> Iterator[Message]:
         """Searches `order`; yields messages about its progress; the last is `SearchEnded` or `SearchFailed`."""
@@ -127,10 +107,9 @@ class Agent:
             operation = _loaded(order)
             problem = operation.problem.from_canonical(order.problem, order.reference)
             backends = frozenset(order.backends) or None
-            task = Task(operation, problem, order.budget, order.seconds, backends)
-            how = SearchOptions(order.seed, order.l2, sampler=order.sampler)
+            how = SearchOptions(order.budget, order.seconds, backends, order.seed, order.l2, sampler=order.sampler)
             self._device.open()
-            record = self._device.search(task, how, relay, lambda step: say(_progress_report(step)))
+            record = self._device.search(Task(operation, problem, how), relay, lambda step: say(_progress_report(step)))
         except ExecutorLost as error:
             return SearchFailed(str(error), device=True)
         except (SchedulerError, DeclarationError) as error:
@@ -211,61 +190,3 @@ def _progress_report(step: Progress) -> ProgressReport:
     return ProgressReport(
         step.done, step.budget, text(step.best), text(step.last), step.elapsed_s, step.eta_s, step.resumed
     )
-
-
-# ------------------------------------------------------------------------------
-# A host of a fleet without a GPU, which compiles candidates for the GPUs of other hosts.
-
-
-class CompileAgent:
-    """Compile processes of one host, used by the measuring processes of other hosts.
-
-    Args:
-      options: the number of processes, and their timeouts.
-    """
-
-    def __init__(self, options: RunnerOptions) -> None:
-        self._options = options
-        self._compilers = Compilers(count_of(options.workers))
-        self._timeouts: Timeouts | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """Returns `host`, `versions`, and the `count` of processes."""
-        return {"host": socket.gethostname(), "versions": versions(), "count": self._compilers.count}
-
-    def begin(self, target: Target) -> None:
-        """Starts the processes, which compile for `target`."""
-        self._timeouts = Timeouts(self._options, chips.describe(target))
-        self._compilers.start()
-        self._compilers.set_target(target)
-
-    def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
-        """Serves an encoded request; returns the encoded reply and the content of its files, by name.
-
-        `files` holds the files that the request names. May be called from any thread.
-        """
-        request = decode(message)
-        assert isinstance(request, Request)
-        assert self._timeouts is not None, "`begin` comes first"
-        write_files(files, self._compilers.directory)
-        reply = reply_of(functools.partial(self._answer, request, self._timeouts), request.raising)
-        if not isinstance(reply, Answer) or reply.programs is None:
-            return encode(reply), {}
-        made = read_files(reply.programs, self._compilers.directory)
-        self._compilers.forget(reply.programs)
-        return encode(reply), made
-
-    def _answer(self, request: Request, timeouts: Timeouts) -> Answer:
-        operation = load(request.operation)
-        task = MeasureTask(
-            operation,
-            operation.problem.from_canonical(request.problem, request.reference),
-            request.backend,
-            request.schedule,
-            request.repetitions,
-            request.l2,
-            raising=request.raising,
-            fingerprint=request.fingerprint,
-        )
-        found = self._compilers.compile(task, request.do, timeouts, request.programs)
-        return Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)

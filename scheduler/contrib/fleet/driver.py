@@ -21,7 +21,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Key, Record, Trial, key_of
 from scheduler.search.baseline import similar_records
-from scheduler.search.task import SearchOptions, Task
+from scheduler.search.task import Task
 from scheduler.search.trials import TrialStore, TrialWriter
 from search_spaces import locate
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from scheduler.store.studies import Described
 
 
-def order(task: Task, options: SearchOptions, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
+def order(task: Task, hardware: Hardware, environment: Environment, store: TrialStore) -> Order:
     """Builds the order with which an agent on such a chip searches a problem as this process would.
 
     Raises:
       SchedulerError: no other process can load the operation, or the sampler is an object.
       StoreError: the store cannot be read.
     """
-    operation = task.operation
+    operation, options = task.operation, task.options
     name = locate(operation)
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
@@ -47,11 +47,11 @@ def order(task: Task, options: SearchOptions, hardware: Hardware, environment: E
     return Order(
         operation=name,
         problem=key.problem,
-        budget=task.budget,
-        seconds=task.seconds,
+        budget=options.budget,
+        seconds=options.seconds,
         seed=options.seed,
         l2=options.l2,
-        backends=tuple(sorted(task.backends or ())),
+        backends=tuple(sorted(options.backends or ())),
         versions=kernel_versions(operation),
         near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),

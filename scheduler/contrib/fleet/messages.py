@@ -23,7 +23,7 @@ class Order:
     Attributes:
       operation: the name under which an agent can `load` it.
       problem, reference: `Problem.canonical()` and `Problem.reference_text()`.
-      budget, seconds, seed, l2, sampler: as in `tuner.tune`.
+      budget, seconds, seed, l2, sampler: as in `SearchOptions`.
       backends: the kernels to try besides the library; empty selects all.
       versions: the kernel versions of the driver, by backend.
       near: records of similar problems.

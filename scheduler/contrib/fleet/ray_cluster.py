@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scheduler.contrib.fleet.agent import Agent, CompileAgent
+from scheduler.contrib.fleet.agent import Agent
 from scheduler.contrib.fleet.driver import order, received
 from scheduler.contrib.fleet.messages import differences, versions
 from scheduler.core import hardware as chips
@@ -22,9 +22,8 @@ from scheduler.core.errors import ExecutorLost, MissingPackage, SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Record, key_of
-from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search.task import SearchOptions, Task
+from scheduler.search.task import Task
 from scheduler.search.trial_parameters import TrialParameters
 from scheduler.search.trials import TrialStore
 from search_spaces.target import Target
@@ -41,23 +40,6 @@ LATE_S = 10.0
 RETURN_S = 60.0
 
 _log = logging.getLogger("scheduler")
-
-
-class RayTransport:
-    """Sends requests to the compile processes of a host (`compilers.Transport`)."""
-
-    def __init__(self, actor: Any, host: str) -> None:
-        self._actor, self._host = actor, host
-
-    def __call__(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
-        ray = _ray()
-        try:
-            answer: tuple[bytes, dict[str, bytes]] = ray.get(self._actor.compile.remote(message, files))
-        except ray.exceptions.RayTaskError:
-            raise  # a defect of this package, with its traceback
-        except ray.exceptions.RayError as error:
-            raise HelperLost(f"{self._host} was lost ({_reason(error)})") from error
-        return answer
 
 
 class RayExecutor:
@@ -107,13 +89,11 @@ class RayExecutor:
                 self._set_description(description)
                 self._lost = False
 
-    def search(
-        self, task: Task, options: SearchOptions, store: TrialStore, progress: Callable[[Progress], None]
-    ) -> Record:
+    def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
         try:
-            ordered = order(task, options, self.hardware, self._environment, store)
+            ordered = order(task, self.hardware, self._environment, store)
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
             parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
             return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
@@ -130,10 +110,6 @@ class RayExecutor:
         with contextlib.suppress(Exception):  # the actor or the cluster may be gone
             _ray().kill(self._actor)
 
-    def help(self, helpers: Sequence[RayTransport]) -> None:
-        """Adds compile processes of other hosts to the searches here, one for each transport."""
-        _ray().get(self._actor.help.remote(list(helpers)))
-
 
 @contextlib.contextmanager
 def executors(
@@ -141,7 +117,7 @@ def executors(
 ) -> Iterator[list[RayExecutor]]:
     """Starts an actor for each free GPU of a cluster, of one kind of chip; without GPUs, one for each host.
 
-    Hosts without a GPU compile for the others. The context manager reserves the GPUs and hosts. Actors stop when the
+    The context manager reserves the GPUs and hosts. Actors stop when the
     context ends, or when this process ends, however that happens.
 
     Args:
@@ -164,7 +140,6 @@ def executors(
         options = options or RunnerOptions()
         room = _start_actors(options, actors)
         found = of_one_kind(_described(actors, room), hardware)
-        _start_helpers(options, found, actors)
         yield found
     finally:
         for actor in actors:
@@ -253,42 +228,6 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
         settings = dataclasses.replace(options, device=0, workers=workers)
         into += [actor.remote(settings, node["NodeID"][:6]) for _ in range(max(1, gpus))]
     return int(free) if with_gpus else len(into)
-
-
-def _start_helpers(options: RunnerOptions, found: Sequence[RayExecutor], into: list[Any]) -> None:
-    """Starts a helper on each host without a GPU, if the cluster has GPUs. A helper serves once it has started."""
-    nodes = [node for node in _ray().nodes() if node["Alive"]]
-    if not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes):
-        return
-    for node in nodes:
-        cores = int(node["Resources"].get("CPU", 0))
-        if node["Resources"].get("GPU", 0) >= 1 or not cores:
-            continue
-        count = options.workers or cores
-        actor = (
-            _ray()
-            .remote(CompileAgent)
-            .options(num_cpus=cores, max_concurrency=count, scheduling_strategy=_on(node))
-            .remote(dataclasses.replace(options, device=0, workers=count))
-        )
-        into.append(actor)
-        threading.Thread(target=_let_help, args=(actor, found), name="scheduler-helper", daemon=True).start()
-
-
-def _let_help(actor: Any, found: Sequence[RayExecutor]) -> None:
-    """Distributes the compile processes of a host among the actors, once they have started."""
-    ray = _ray()
-    try:
-        description = ray.get(actor.describe.remote())  # may wait for cores that other work uses
-        if wrong := differences(versions(), description["versions"]):
-            _log.warning("%s does not compile for the others: %s", description["host"], wrong)
-            return
-        ray.get(actor.begin.remote(found[0].hardware.target))
-        transports = [RayTransport(actor, description["host"])] * description["count"]
-        for number, place in enumerate(found):
-            place.help(transports[number :: len(found)])
-    except Exception as error:  # the cluster may be gone
-        _log.debug("a host without a GPU does not compile for the others: %s", _reason(error))
 
 
 def _on(node: Mapping[str, Any]) -> Any:

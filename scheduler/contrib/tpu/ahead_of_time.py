@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.contrib.tpu import estimate
-from scheduler.core.chip_table import GIB, NOT_HERE
+from scheduler.core.chip_table import GIB, Abilities
 from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Failure, Outcome
@@ -31,6 +31,9 @@ PROCESS_BYTES = 2 * GIB
 LIBRARY_LIMIT_S = 600.0
 INTERPRETER_LIMIT_S = 60.0
 
+# A chip that is not present: its compiler estimates times.
+_ESTIMATES = Abilities("static", repetitions=(1, 0))
+
 
 def elsewhere(hardware: Hardware) -> Hardware:
     """Returns the description of the chip for a process that has no access to it.
@@ -38,7 +41,7 @@ def elsewhere(hardware: Hardware) -> Hardware:
     The lower bound of a problem does not apply to estimates (`extrapolated`). The compiler's estimate assumes that
     reads and writes of memory overlap, so it can be below the bound of a memory-bound program.
     """
-    return dataclasses.replace(hardware, abilities=NOT_HERE, extrapolated=True)
+    return dataclasses.replace(hardware, abilities=_ESTIMATES, extrapolated=True)
 
 
 def unable(hardware: Hardware) -> str | None:

@@ -5,9 +5,21 @@ A row describes a JAX device, which is one core, or the two cores of a v5p.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from scheduler.core.chip_table import GIB, KIB, MIB, Abilities, Hardware
+
+# JAX's names of the topologies for which the compiler compiles on any host (`jax.experimental.topologies`), by kind.
+TOPOLOGIES: Mapping[str, str] = MappingProxyType(
+    {
+        "TPU v4": "v4:2x2x1",
+        "TPU v5 lite": "v5e:2x2",
+        "TPU v5": "v5p:2x2x1",
+        "TPU v6 lite": "v6e:2x2",
+        "TPU7x": "tpu7x:2x2x1",
+    }
+)
 
 # On a TPU, a grid is a loop on one core, and times are those of whole calls.
 _TPU = Abilities("wall", repetitions=(10, 10))
@@ -16,7 +28,6 @@ _TPU = Abilities("wall", repetitions=(10, 10))
 def _tpu(
     kind: str,
     name: str,
-    topology: str,
     *,
     cores: int = 1,
     memory_gib: float,
@@ -65,7 +76,6 @@ def _tpu(
         launch_s=2e-6,
         sequential_grid=True,
         names=(name,),
-        topology=topology,
         static_cycles=kind != "TPU v4",  # libtpu: "Dma latency model is currently only supported on VF/VL/GF/GL"
         abilities=_TPU,
     )
@@ -75,7 +85,6 @@ TPUS: tuple[Hardware, ...] = (
     _tpu(
         "TPU v4",
         "TPU v4 (one of two cores)",
-        "v4:2x2x1",
         memory_gib=16,
         bf16=137.5e12,
         narrow={},
@@ -87,7 +96,6 @@ TPUS: tuple[Hardware, ...] = (
     _tpu(
         "TPU v5 lite",
         "TPU v5e",
-        "v5e:2x2",
         memory_gib=16,
         bf16=197e12,
         narrow={"int8": 394e12},
@@ -99,7 +107,6 @@ TPUS: tuple[Hardware, ...] = (
     _tpu(
         "TPU v5",
         "TPU v5p",
-        "v5p:2x2x1",
         cores=2,
         memory_gib=95,
         bf16=459e12,
@@ -112,7 +119,6 @@ TPUS: tuple[Hardware, ...] = (
     _tpu(
         "TPU v6 lite",
         "TPU v6e",
-        "v6e:2x2",
         memory_gib=32,
         bf16=918e12,
         narrow={"int8": 1836e12},
@@ -124,7 +130,6 @@ TPUS: tuple[Hardware, ...] = (
     _tpu(
         "TPU7x",
         "TPU7x (one of two cores)",
-        "tpu7x:2x2x1",
         memory_gib=96,
         bf16=1153e12,
         narrow={"float8_e4m3fn": 2307e12, "float8_e5m2": 2307e12},

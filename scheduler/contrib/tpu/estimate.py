@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from scheduler.contrib.tpu.chips import TOPOLOGIES
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Stage, label_of
@@ -124,7 +125,7 @@ class OutOfOnchipMemory(Exception):
 
 def missing_compiler(hardware: Hardware) -> str | None:
     """Returns why this host cannot compile for `hardware`; None if it can."""
-    if not hardware.topology:
+    if hardware.kind not in TOPOLOGIES:
         return f"no compiler for {hardware.kind} runs on a host without that chip"
     if importlib.util.find_spec("libtpu") is None:
         return f"the compiler for {hardware.kind} is not installed: pip install 'tile-scheduler[tpu]'"
@@ -177,7 +178,8 @@ def traced_profile(
     """
     if (reason := missing_compiler(hardware)) is not None:
         raise SchedulerError(reason)
-    device = topologies.get_topology_desc(platform=hardware.platform, topology_name=hardware.topology).devices[0]
+    name = TOPOLOGIES[hardware.kind]
+    device = topologies.get_topology_desc(platform=hardware.platform, topology_name=name).devices[0]
     placed = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(run).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in operands))
 
@@ -426,10 +428,10 @@ def interpreted(
     """Checks a candidate with Pallas' interpreter, on a small problem like `problem`; takes seconds.
 
     Returns the failure, or None if the candidate is correct. Also returns None if it cannot be checked: for a library
-    program, a platform without such an interpreter, or a schedule that is legal for no small problem.
+    program, or a schedule that is legal for no small problem.
     """
     kernel = operation.kernel(backend)
-    if kernel.library or hardware.platform not in configuration.INTERPRETER_PLATFORMS:
+    if kernel.library:
         return None
 
     def small(like: Problem) -> bool:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from search_spaces.contrib.tpu.vmem import LANES, VMEM_LIMITS_MIB, limit_bytes, window_bytes
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.jax_compat import HAS_TPU_BF16_3X
+from search_spaces.jax_compat import JAX_VERSION
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
@@ -342,6 +342,10 @@ def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual
     return body
 
 
+# From this version on, Mosaic can multiply float32 in three passes of bfloat16, not only in six or one.
+HAS_BF16_3X = JAX_VERSION >= (0, 11)
+
+
 def precision_of(p: MatmulProblem) -> lax.Precision | None:
     """Returns the number of bfloat16 passes for float32 operands, as a precision.
 
@@ -350,7 +354,7 @@ def precision_of(p: MatmulProblem) -> lax.Precision | None:
     """
     if p.dtype != "float32":
         return None
-    return lax.Precision.HIGH if HAS_TPU_BF16_3X and p.precision != "highest" else lax.Precision.HIGHEST
+    return lax.Precision.HIGH if HAS_BF16_3X and p.precision != "highest" else lax.Precision.HIGHEST
 
 
 # ------------------------------------------------------------------------------

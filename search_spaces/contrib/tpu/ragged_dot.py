@@ -34,6 +34,7 @@ from search_spaces.contrib.tpu.matmul import (
     tile_extents,
     unsupported,
 )
+from search_spaces.contrib.tpu.visits import inside, mean_visits, rows_of_visit, visits_of
 from search_spaces.contrib.tpu.vmem import VMEM_LIMITS_MIB, window_bytes
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
@@ -45,8 +46,8 @@ from search_spaces.ragged_dot.problem import (
     GroupedProblem,
     RaggedDotProblem,
     RaggedDotWeightsProblem,
+    covering,
 )
-from search_spaces.ragged_dot.visits import covering, inside, per_group, rows_of_visit, visits_of
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target
 
@@ -288,13 +289,6 @@ VISIT_LAUNCHES = 6
 MASK_OPERATIONS = 4
 
 
-def _mean_visits(bounds: Any, tile_rows: Any, least: int) -> Any:
-    """Returns the number of visits for each of `tile_rows`, the mean over ``bounds[draw, group]``."""
-    sizes, where = np.unique(np.asarray(tile_rows), return_inverse=True)
-    means = np.array([np.mean(np.sum(per_group(bounds, size, least), axis=-1)) for size in sizes])
-    return means[where]
-
-
 def _windows(*tiles: tuple[Any, Any, Any]) -> Any:
     """Returns the VMEM bytes of the blocks of operands and of the result, each given by its extents and its dtype.
 
@@ -314,8 +308,8 @@ def _forward_footprint(p: Forward, s: Columns, factors: Sequence[str]) -> Footpr
     """Returns the footprint; a block is a visit, and each of the named factors has its weights and accumulators."""
     columns, steps = cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
     bounds = np.stack(p.draws())
-    visits = _mean_visits(np.pad(bounds, ((0, 0), (1, 1)), constant_values=(0, p.rows)), s.tile_rows, least=0)
-    multiplied = _mean_visits(bounds, s.tile_rows, least=0) / visits
+    visits = mean_visits(np.pad(bounds, ((0, 0), (1, 1)), constant_values=(0, p.rows)), s.tile_rows, least=0)
+    multiplied = mean_visits(bounds, s.tile_rows, least=0) / visits
     itemsize, written = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
     part_n, part_k, results = p.n / columns, p.k / steps, s.tile_rows * s.tile_n
     tiles = cdiv(p.rows, s.tile_rows)
@@ -459,7 +453,7 @@ class MosaicTpuRaggedDotWeights(Kernel[RaggedDotWeightsProblem, RaggedTpuSchedul
         """Returns the footprint; a block is an output tile of a group, and its steps are the visits of the group."""
         p, s = problem, schedules
         rows, columns, tiles = cdiv(p.k, s.tile_k), cdiv(p.n, s.tile_n), cdiv(p.rows, s.tile_rows)
-        visits = _mean_visits(np.stack(p.draws()), s.tile_rows, least=1)
+        visits = mean_visits(np.stack(p.draws()), s.tile_rows, least=1)
         itemsize, results = jnp.dtype(p.dtype).itemsize, s.tile_k * s.tile_n
         part_k, part_n = p.k / rows, p.n / columns
         # Consecutive visits of a tile share its rows in VMEM.

@@ -359,6 +359,20 @@ def _write_parts(step: Step, lanes: int, known: Any, atoms: Sequence[Atom], out:
         out[step.at, pl.ds(start, seam.shape[-1])] = seam.astype(out.dtype)
 
 
+def zero(ref: Any) -> None:
+    ref[...] = jnp.zeros_like(ref)
+
+
+def restored(x: jax.Array, shape: jax.ShapeDtypeStruct, kind: str, columns: int) -> jax.Array:
+    """Returns a result in its declared shape."""
+    if kind == "scalar":
+        return x[:, 0].astype(shape.dtype)
+    if kind == "row sum":
+        parts = jnp.sum(x, axis=0).reshape(-1, round_up(columns, LANES))
+        return parts[:, :columns].reshape(-1)
+    return x
+
+
 # ------------------------------------------------------------------------------
 # The order of chunks.
 

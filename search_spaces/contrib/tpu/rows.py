@@ -25,7 +25,9 @@ from search_spaces.contrib.tpu.row_kernels import (
     over_rows,
     plan,
     reduce_rows,
-)
+    restored,
+    zero,
+)  # fmt: skip
 from search_spaces.contrib.tpu.vmem import LANES, SUBLANES, VMEM_LIMITS_MIB, limit_bytes, limit_or_none, window_bytes
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
@@ -100,7 +102,7 @@ def whole_rows(
 
         for result, out in zip(program.results, results, strict=True):
             if result.kind == "row sum":
-                pl.when(block == core * each)(functools.partial(_zero, out))
+                pl.when(block == core * each)(functools.partial(zero, out))
         pl.when(block < blocks if uneven else True)(lambda: over_rows(s.rows, s.step_rows, compute_rows))
 
     def whole(shape: tuple[int, ...], kind: str) -> pl.BlockSpec:
@@ -130,10 +132,6 @@ def whole_rows(
         ),
         name=name,
     )(*arrays)
-
-
-def _zero(ref: Any) -> None:
-    ref[...] = jnp.zeros_like(ref)
 
 
 # ------------------------------------------------------------------------------
@@ -464,7 +462,7 @@ class TpuRows(Kernel[RowProblem, RowSchedule]):
             outs = [_declared(p, x, target.cores, s) for x in p.arrays[1]]
             found = run(made, s, p.rows, target.cores, arrays, outs, re.sub(r"\W+", "_", f"{named}_tpu"))
             results = zip(found, p.results(), made.program.results, strict=True)
-            return p.pack([_restored(x, shape, r.kind, made.program.columns) for x, shape, r in results])
+            return p.pack([restored(x, shape, r.kind, made.program.columns) for x, shape, r in results])
 
 
 def _placed(program: Program, x: jax.Array, operand: int, part: int) -> jax.Array:
@@ -496,13 +494,3 @@ def _declared(p: RowProblem, x: Any, cores: int, s: RowSchedule) -> jax.ShapeDty
         case "scalar":
             return jax.ShapeDtypeStruct((p.rows, 1), jnp.dtype("int32" if dtype == "bool" else dtype))
     return jax.ShapeDtypeStruct((used * SUBLANES, x.parts * round_up(columns, LANES)), jnp.dtype(jnp.float32))
-
-
-def _restored(x: jax.Array, shape: jax.ShapeDtypeStruct, kind: str, columns: int) -> jax.Array:
-    """Returns a result in its declared shape."""
-    if kind == "scalar":
-        return x[:, 0].astype(shape.dtype)
-    if kind == "row sum":
-        parts = jnp.sum(x, axis=0).reshape(-1, round_up(columns, LANES))
-        return parts[:, :columns].reshape(-1)
-    return x

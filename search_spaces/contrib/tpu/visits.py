@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from search_spaces.space import cdiv
@@ -37,7 +38,7 @@ class Visits:
         return self.tile, self.group, self.bounds
 
 
-def per_group(bounds: Any, tile_rows: Any, least: int) -> Any:
+def _per_group(bounds: Any, tile_rows: Any, least: int) -> Any:
     """Returns the number of visits of each group, at least `least`, for arrays of JAX or NumPy."""
     first, last = bounds[..., :-1] // tile_rows, (bounds[..., 1:] - 1) // tile_rows
     visits = (last - first + 1) * (bounds[..., 1:] > bounds[..., :-1])
@@ -52,7 +53,7 @@ def visits_of(bounds: jax.Array, rows: int, tile_rows: int, least: int) -> Visit
     """
     tiles, groups = cdiv(rows, tile_rows), bounds.shape[0] - 1
     each = jnp.arange(groups, dtype=jnp.int32)[:, None]
-    counts = per_group(bounds, tile_rows, least)
+    counts = _per_group(bounds, tile_rows, least)
     # Sums of selected elements are one fusion each on TPUs. A binary search would be a loop, and `cumsum` copies.
     ends = jnp.sum(jnp.where(each <= each.T, counts[:, None], 0), axis=0, dtype=jnp.int32)
     # Each group adds a visit to the tile where it begins, except the first group of a tile.
@@ -61,11 +62,6 @@ def visits_of(bounds: jax.Array, rows: int, tile_rows: int, least: int) -> Visit
     first = jnp.minimum(bounds[:-1] // tile_rows, tiles - 1) - (ends - counts)
     tile = jnp.sum(jnp.where(each == group, first[:, None] + visit, 0), axis=0, dtype=jnp.int32)
     return Visits(tile, group, bounds, ends[-1])
-
-
-def covering(boundaries: jax.Array, rows: int) -> jax.Array:
-    """Adds two groups to `boundaries`: the rows before the first and after the last of all groups."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), boundaries, jnp.full(1, rows, jnp.int32)])
 
 
 def rows_of_visit(tile_ref: Any, group_ref: Any, bounds_ref: Any, visit: Any, tile_rows: int) -> tuple[Any, Any]:
@@ -78,3 +74,10 @@ def inside(rows: slice, columns: int, begin: Any, end: Any) -> jax.Array:
     """Returns which elements of these rows of a tile, with so many columns, lie between `begin` and `end`."""
     row = rows.start + lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, columns), 0)
     return (row >= begin) & (row < end)
+
+
+def mean_visits(bounds: Any, tile_rows: Any, least: int) -> Any:
+    """Returns the number of visits for each of `tile_rows`, the mean over ``bounds[draw, group]``."""
+    sizes, where = np.unique(np.asarray(tile_rows), return_inverse=True)
+    means = np.array([np.mean(np.sum(_per_group(bounds, size, least), axis=-1)) for size in sizes])
+    return means[where]
