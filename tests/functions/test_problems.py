@@ -90,11 +90,12 @@ def test_tuned_calls_are_the_job_and_what_optimize_replaces_is_a_second_table():
     assert listed(scheduler.problems(scheduler.optimize(fn), X, X.update(shape=(128, 256)))) == listed([row, other])
 
 
-def test_on_explicit_axes_nothing_is_listed_because_optimize_replaces_nothing():
+def test_on_explicit_axes_the_problems_of_one_device_are_listed():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     x = X.update(sharding=NamedSharding(mesh, PartitionSpec("data")))
     found = scheduler.problems(lambda x, w: jnp.sin(x @ w), x, X.update(shape=(128, 64)))
-    assert (found.tuned, found.untuned, found.mesh) == ((), (), "")
+    assert (found.tuned, found.mesh) == ((), "data=2")
+    assert [row.problem.m for row in found.untuned] == [X.shape[0] // 2]
 
 
 def test_products_that_no_kernel_computes_are_not_listed():
