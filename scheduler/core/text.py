@@ -40,7 +40,8 @@ def is_url(text: str) -> bool:
 def shown_url(url: str | os.PathLike[str]) -> str:
     """Returns a database's URL, or the path of its file, for messages.
 
-    The result has scheme, host, port and database. For a URL that cannot be parsed completely, it has only the scheme.
+    The result has scheme, host, port, database, and the user name if a password follows it. For a URL that cannot be
+    parsed completely, it has only the scheme.
     """
     text = os.fspath(url)
     if not is_url(text):
@@ -57,7 +58,9 @@ def shown_url(url: str | os.PathLike[str]) -> str:
     file = scheme.lower().startswith("sqlite") and not at and place.startswith("/")
     if (":" in place or "\n" in place) if file else _PLACE.fullmatch(place) is None:
         return hidden if place != "/:memory:" else text
-    return f"{scheme}://{HIDDEN + at if at else ''}{place}{asks}{HIDDEN if query else ''}"
+    user, colon, _ = credentials.partition(":")
+    named = f"{user}:" if colon and re.fullmatch(r"[\w.+-]+", user, re.ASCII) else ""
+    return f"{scheme}://{named + HIDDEN + at if at else ''}{place}{asks}{HIDDEN if query else ''}"
 
 
 def redacted(text: str, url: str = "") -> str:

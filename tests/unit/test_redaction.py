@@ -81,7 +81,7 @@ def test_what_is_no_secret_is_told():
         "sqlite:///:memory:",
     ):
         assert shown_url(url) == url
-    assert shown_url("postgresql://me:x@h/db?host=/run/pg") == "postgresql://***@h/db?***"
+    assert shown_url("postgresql://me:x@h/db?host=/run/pg") == "postgresql://me:***@h/db?***"
     assert redacted("see https://docs.jax.dev/a/b and tokens=4") == "see https://docs.jax.dev/a/b and tokens=4"
     assert redacted("sslpassword=abc def, PGPASSWORD: 'x y' end") == "sslpassword=*** def, PGPASSWORD: *** end"
 
