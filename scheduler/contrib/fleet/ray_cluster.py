@@ -75,23 +75,26 @@ class RayExecutor:
 
     def open(self) -> None:
         """Waits for a lost actor; Ray restarts it up to `RESTARTS` times if its host is still there."""
+        until = time.monotonic() + RETURN_S
         with self._using:
-            ray = _ray()
-            until = time.monotonic() + RETURN_S
             while self._lost:
-                try:
-                    description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
-                except ray.exceptions.ActorUnavailableError as error:
-                    if time.monotonic() > until:
-                        raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
-                    time.sleep(1.0)
-                except ray.exceptions.RayError as error:
-                    raise SchedulerError(f"it does not restart ({_reason(error)})") from error
-                else:
-                    if "unable" in description:
-                        raise SchedulerError(description["unable"])
-                    self._set_description(description)
-                    self._lost = False
+                self._reopen(until)
+
+    def _reopen(self, until: float) -> None:
+        ray = _ray()
+        try:
+            description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
+        except ray.exceptions.ActorUnavailableError as error:
+            if time.monotonic() > until:
+                raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
+            time.sleep(1.0)
+        except ray.exceptions.RayError as error:
+            raise SchedulerError(f"it does not restart ({_reason(error)})") from error
+        else:
+            if "unable" in description:
+                raise SchedulerError(description["unable"])
+            self._set_description(description)
+            self._lost = False
 
     def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
         with self._using:
