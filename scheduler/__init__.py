@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import tile_scheduler
-from scheduler.core import rendering
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -113,15 +112,6 @@ _ROWS = (
     "cross_entropy", "group_norm", "layer_norm", "log_softmax", "quantize_rows", "rms_norm", "silu_and_mul", "softmax",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(("rows", *(f"tuned_{name}" for name in _ROWS)), "scheduler.row_calls")
-
-
-def _renderer() -> rendering.Renderer:
-    from scheduler.inspect import notebook
-
-    return notebook
-
-
-rendering.load = _renderer
 
 
 def __getattr__(name: str) -> Any:

@@ -204,7 +204,8 @@ def _named(
         args = (named.pop("problem"),)
     if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, named))):
         pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
-        known = (*operation.options, *_parameters(given), *tuner.OPTIONS)
+        decorated = isinstance(given, types.FunctionType) and hasattr(given, "__wrapped__")
+        known = (*operation.options, *(inspect.signature(given).parameters if decorated else ()), *tuner.OPTIONS)
         for name in named:
             if name not in known:
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
@@ -228,14 +229,9 @@ def _named(
             f"expected arrays as in a call of {operation.name}, a problem, or a dict of its fields ({fields}), found "
             f"{found}"
         )
-    return operation, operation.problem.parse({name: _typed(value) for name, value in args[0].items()})
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    """Returns the parameter names of a decorated function, and an empty tuple for any other object."""
-    if not isinstance(function, types.FunctionType) or not hasattr(function, "__wrapped__"):
-        return ()
-    return tuple(inspect.signature(function).parameters)
+    # As on the command line; a type such as `jnp.float32` is its dtype's name.
+    texts = {name: jnp.dtype(x).name if isinstance(x, type) else str(x) for name, x in args[0].items()}
+    return operation, operation.problem.parse(texts)
 
 
 def _problem_of_call(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
@@ -267,8 +263,3 @@ def _operation_for(given: Any, operation: Operation[Any], problem: Problem) -> O
     """Returns that of the operations of a function whose problems have this type; by default `operation`."""
     each = getattr(given, "operations", ()) if isinstance(given, types.FunctionType) else ()
     return next((other for other in each if other.problem is type(problem)), operation)
-
-
-def _typed(value: Any) -> str:
-    """Formats a field's value as on the command line; a type such as `jnp.float32` becomes its dtype name."""
-    return jnp.dtype(value).name if isinstance(value, type) else str(value)

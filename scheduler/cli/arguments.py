@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from scheduler.core.records import Key, Record
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import job_queue
-    from scheduler.search.job_queue import Executor
     from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
@@ -248,22 +247,6 @@ Address = Annotated[
     str | None,
     typer.Option(help="Address of the cluster: HOST:PORT, auto, or local (starts one on this host).  [default: auto]"),
 ]
-
-
-def fleet(
-    engine: str, address: str | None, hardware: str | None, options: RunnerOptions
-) -> contextlib.AbstractContextManager[Sequence[Executor]]:
-    """Returns a context with the executors of a cluster, which are released at its end.
-
-    Raises:
-      BadParameter: the engine is unknown.
-    """
-    if engine != "ray":
-        raise typer.BadParameter(f"--engine must be ray, found {engine}")
-    from search_spaces import value_of
-
-    executors = value_of("scheduler.contrib.fleet.ray_cluster:executors")
-    return executors(address or "auto", options, hardware=hardware)
 
 
 # ------------------------------------------------------------------------------

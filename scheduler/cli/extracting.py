@@ -243,22 +243,18 @@ def specs_of(text: str) -> list[Spec]:
 def _spec(node: ast.expr) -> Spec:
     if not isinstance(node, ast.Call) or node.keywords or ast.unparse(node.func).split(".")[-1] not in _CALLED:
         raise ValueError
-    return tuple(
-        tuple(map(_name, each.elts))
-        if isinstance(each, ast.Tuple)
-        else ()
-        if ast.unparse(each) == "None"
-        else (_name(each),)
-        for each in node.args
-    )
+    return tuple(map(_axes, node.args))
 
 
 _CALLED = ("P", "PartitionSpec")
 
 
-def _name(node: ast.expr) -> str:
+def _axes(node: ast.expr) -> tuple[str, ...]:
     match node:
+        case ast.Constant(value=None):
+            return ()
         case ast.Name(id=name) | ast.Constant(value=str(name)):
-            return name
-        case _:
-            raise ValueError
+            return (name,)
+        case ast.Tuple(elts=several):
+            return tuple(axis for each in several for axis in _axes(each))
+    raise ValueError

@@ -90,8 +90,7 @@ def show(
             output(*([""] * (record is not None)), f"{key}, {where}: {unfinished_text(cut)}")
             print_goes_on(key, hints.tune(op, problem, arguments.chip_of(key.hardware)))
         if trials:
-            chip = arguments.chip_of(key.hardware)
-            output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
+            output("", *record_report.trials_table(trials, record, console_here().width))
 
 
 def explain(

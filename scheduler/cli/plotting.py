@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from search_spaces.space import Choice
 
 
-MANY = ("gains", "roofline")
-ONE = ("best-so-far", "predictions", "landscape", "block-sizes", "tiles", "time-breakdown")
-_SWEEPS = Path("sweeps")
+MANY, ONE = "roofline", ("best-so-far", "landscape", "block-sizes", "tiles", "time-breakdown")
+WHAT = (MANY, *ONE)
 
-Plot = Annotated[str, typer.Argument(help=f"{', '.join(MANY)}; of one problem: {', '.join(ONE)}; or all.")]
+Plot = Annotated[str, typer.Argument(help=f"{MANY}; of one problem: {', '.join(ONE)}.")]
 
 
 def plot(
@@ -56,26 +55,19 @@ def plot(
     dark: Annotated[bool, typer.Option("--dark", help="Draw on a dark background.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="A file, .svg or .png; for all, a directory.  [default: named after the picture]"),
+        typer.Option(help="A file, .svg or .png.  [default: named after the picture]"),
     ] = None,
 ) -> None:
-    """Plot stored records or recorded sweeps. No device is needed.
-
-    `all` draws each picture twice, light and dark, from the shipped records and the recordings in sweeps/ of the
-    working directory. For each picture that cannot be drawn, it prints what is needed.
-    """
+    """Plot stored records or recorded sweeps. No device is needed."""
     from scheduler.inspect import plots
     from scheduler.inspect.plots import style
 
     style.require()
-    if what not in (*MANY, *ONE, "all"):
+    if what not in WHAT:
         from search_spaces.space import unknown
 
-        raise typer.BadParameter(f"no picture {unknown(what, (*MANY, *ONE, 'all'))}")
+        raise typer.BadParameter(f"no picture {unknown(what, WHAT)}")
     recordings = recording or []
-    if what == "all":
-        _all(out or Path("pictures"), recordings or sorted(_SWEEPS.rglob("*.jsonl.gz")))
-        return
     place = out or Path(f"{what}.svg")
     if place.suffix not in (".svg", ".png"):
         raise typer.BadParameter(f"--out must end in .svg or .png, found {place}")
@@ -100,16 +92,9 @@ def _figure(
 ) -> Figure:  # fmt: skip
     from scheduler.inspect import case, plots
 
-    if what in MANY:
-        records = _records(operation, fields, hardware)
-        if what == "gains":
-            return plots.gains(records, **options)
-        found = [case.of_record(record) for record in records]
+    if what == MANY:
+        found = [case.of_record(record) for record in _records(operation, fields, hardware)]
         return plots.roofline([one for one in found if one is not None], **options)
-    if what == "predictions" and (recordings or not fields):
-        records = [] if recordings else _records(operation, fields, hardware)
-        cases = [*map(case.of_recording, recordings), *map(case.of_record, records)]
-        return plots.predictions([one for one in cases if one is not None], **options)
     if len(recordings) > 1:
         raise ValueError(f"{what} plots one problem: give one recording, found {len(recordings)}")
     if recordings:
@@ -118,8 +103,6 @@ def _figure(
         )
     else:
         one = _case(what, operation, fields, hardware)
-    if what == "predictions":
-        return plots.predictions([one], **options)
     draw: Callable[..., Figure] = getattr(plots, what.replace("-", "_"))
     return draw(one, **options)
 
@@ -167,31 +150,6 @@ def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str
         if record is not None or trials:
             return Case(op, problem, chip, record, tuple(trials))
     return Case(op, problem, chip)
-
-
-def _all(out: Path, recordings: Sequence[Path]) -> None:
-    from scheduler.inspect import plots
-    from scheduler.inspect.plots.gallery import gallery
-    from scheduler.store.store import shipped
-
-    store = shipped()
-    records = [] if store is None else [record for record in store.records() if not record.estimated]
-    with arguments.file_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    missing: dict[str, str] = {}
-    for dark in (False, True):
-        for name, made in gallery(records, recordings, dark=dark):
-            if isinstance(made, str):
-                missing[name] = made
-                continue
-            place = out / f"{name}-{'dark' if dark else 'light'}.svg"
-            with arguments.file_errors(place):
-                replace_text(place, plots.svg(made))
-            output(str(place))
-    for name, needed in missing.items():
-        say(f"{name} is not drawn: {needed}")
-    if len(missing) == len(MANY) + len(ONE):
-        raise NothingToDraw("no picture could be drawn")
 
 
 # ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.table import Table
 from scheduler.cli.terminal import Json, Row, labelled, ledger, table, texts
 from scheduler.core import codec
 from scheduler.core.records import (
+    LIBRARY,
     Calibration,
     Entry,
     Failure,
@@ -25,7 +26,15 @@ from scheduler.core.records import (
 )
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 from scheduler.inspect.provenance import failures, stale, stale_line, unverified_line
-from scheduler.inspect.verdict import bases_of, compared, first_line, gain_text, order_note, standing
+from scheduler.inspect.verdict import (
+    bases_of,
+    compared,
+    first_line,
+    gain_text,
+    order_note,
+    standing,
+    without_prediction,
+)
 from search_spaces import format_problem
 
 if TYPE_CHECKING:
@@ -117,13 +126,10 @@ def kept_json(
 
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
     """Yields the winner, the runner-up and the best of each other backend, side by side, and their schedules."""
-    from scheduler.inspect.explain import without_prediction  # imports JAX, which a list as JSON does not need
-
     # All CPUs share one row of constant peaks, so fractions of these peaks are meaningless.
     rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up", *[""] * len(record.entries)][: len(record.entries)]
-    choices = [(entry.backend, entry.schedule) for entry in record.entries]
-    unpredicted = without_prediction(record.key.operation, problem, hardware, choices)
+    unpredicted = without_prediction(record.entries, record.library)
     seen = [entry_json(entry, problem, hardware) for entry in record.entries]
     rates = [values.get("flops_per_s", 0.0) for values in seen]
     rate, scale = ("TFLOP/s", 1e12) if max(rates) >= 1e11 else ("GFLOP/s", 1e9)
@@ -203,25 +209,13 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     yield "vs XLA: XLA's time over the schedule's. tie: within 1 %. undecided: the run-off was inconclusive."
 
 
-def trials_table(
-    key: Key,
-    trials: Sequence[Trial],
-    record: Record | None,
-    problem: Problem | None,
-    hardware: Hardware | None,
-    width: int,
-) -> Iterator[RenderableType]:
+def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
     """Yields all trials.
 
     For each backend, the record's schedule, or the first one, is in full. Other schedules list only their differences.
     """
-    from scheduler.inspect.explain import without_prediction
-
-    tried = [(trial.backend, trial.schedule) for trial in trials]
-    choices, unpredicted = (
-        compared(tried, bases_of(record)),
-        without_prediction(key.operation, problem, hardware, tried),
-    )
+    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases_of(record))
+    unpredicted = without_prediction(trials, LIBRARY if record is None else record.library)
     rows = []
     for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)

@@ -111,6 +111,7 @@ def tune(
             ),
             "--part needs --job or --missed": part is not None and job is None and not missed,
             "--devices excludes --device and --first-error": devices is not None and (device > 0 or first_error),
+            f"--engine must be ray, found {engine}": engine not in (None, "ray"),
             "--address needs --engine ray": engine is None and address is not None,
             "--hardware excludes --replay and --devices": (
                 hardware is not None and (replay is not None or devices is not None)
@@ -134,7 +135,7 @@ def tune(
     from scheduler.search.missed import TimeBudget
     from scheduler.search.task import Malformed, SearchOptions
     from scheduler.store.store import Store
-    from search_spaces import OPERATIONS, load, load_known
+    from search_spaces import OPERATIONS, load, load_known, value_of
 
     with arguments.usage_errors():
         search = SearchOptions.of(
@@ -175,7 +176,8 @@ def tune(
         )
         first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
         if engine is not None:
-            executors = stack.enter_context(arguments.fleet(engine, address, hardware, options))
+            of_cluster = value_of("scheduler.contrib.fleet.ray_cluster:executors")
+            executors = stack.enter_context(of_cluster(address or "auto", options, hardware=hardware))
         elif executors is None and devices is not None and first is not None:
             executors = arguments.chosen(devices, first, options)
         elif opened is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
-from scheduler.core.records import Clock
 from search_spaces.target import Target
 
 # ------------------------------------------------------------------------------
 # Hardware description of a chip in SI units, and its measurement capabilities: the columns of the hardware table.
 
+# "cupti" is time on the device; "wall" includes the launch; "static" is not measured but estimated in cycles by the
+# compiler of the chip.
+Clock = Literal["cupti", "wall", "static"]
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -226,12 +229,7 @@ _B200 = dataclasses.replace(
 GPUS: tuple[Hardware, ...] = (
     # NVIDIA H200 datasheet: the H100's processor with 141 GB at 4.8 TB/s.
     dataclasses.replace(
-        _H100,
-        kind="NVIDIA H200",
-        memory_bytes=140 * GIB,
-        hbm_bytes_per_s=4.8e12,
-        l2_bytes=60 * MB,
-        names=("H200",),
+        _H100, kind="NVIDIA H200", memory_bytes=140 * GIB, hbm_bytes_per_s=4.8e12, l2_bytes=60 * MB, names=("H200",)
     ),
     dataclasses.replace(_H100, names=("H100",)),
     # NVIDIA H100 datasheet (2023), PCIe: 114 cores, HBM2e; NVL: one GPU, 94 GB of HBM3. The peaks imply 1.62 and 1.545

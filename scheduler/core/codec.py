@@ -10,21 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
-from scheduler.core.records import (
-    LIBRARY,
-    Calibration,
-    Entry,
-    Failure,
-    Imported,
-    Key,
-    Measurement,
-    Outcome,
-    Record,
-    Stage,
-    Sweep,
-    Trial,
-    Verdict,
-)
+from scheduler.core.records import Calibration, Failure, Imported, Key, Measurement, Record, Stage, Sweep, Trial
 from search_spaces.space import Choice
 
 # ------------------------------------------------------------------------------
@@ -57,20 +43,21 @@ def require_shallow(value: object) -> None:
     raise ValueError(f"at most {DEEPEST} nested levels are allowed, found more")
 
 
-def maker(cls: type[T], by_name: Mapping[str, Check[Any]], *, optional: Collection[str] = ()) -> Check[T]:
+def maker(cls: type[T], by_name: Mapping[str, Check[Any]]) -> Check[T]:
     """Returns a check that converts a JSON object to the dataclass `cls`; unknown names are ignored.
+
+    Fields with defaults may be missing.
 
     Args:
       by_name: checks by field name, for `cls` and nested dataclasses; these override the field types.
-      optional: fields of `cls` that may be missing; they get their defaults.
     """
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    checks = {name: by_name.get(name) or _of_type(hints[name], name, by_name) for name in names}
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    checks = {name: by_name.get(name) or _of_type(hints[name], name, by_name) for name in defaults}
 
     def make(value: object) -> T:
         fields = json_object(value)
-        present = (name for name in checks if name in fields or name not in optional)
+        present = (name for name in checks if name in fields or defaults[name] is dataclasses.MISSING)
         return cls(**{name: field_of(fields, name, checks[name]) for name in present})
 
     return make
@@ -203,42 +190,21 @@ def record_to_text(record: Record) -> str:
     Raises:
       ValueError: a time that is not finite, or another value that `record_from_text` would reject.
     """
-    return line_of(
+    entries = [
         {
-            "format": FORMAT,
-            "operation": record.key.operation,
-            "hardware": record.key.hardware,
-            "problem": problem_to_json(record.key.problem),
-            "entries": [
-                {
-                    "backend": entry.backend,
-                    "version": entry.version,
-                    "schedule": _sorted(entry.schedule),
-                    "predicted_s": entry.predicted_s,
-                    "measurement": _outcome(entry.measurement),
-                }
-                | _given(fingerprint=entry.fingerprint)
-                for entry in record.entries
-            ],
-            "versions": _sorted(record.versions),
-            "environment": vars(record.environment),
-            "budget": record.budget,
-            "tried": record.tried,
-            "space": record.space,
+            "backend": entry.backend,
+            "version": entry.version,
+            "schedule": _sorted(entry.schedule),
+            "predicted_s": entry.predicted_s,
+            "measurement": entry.measurement,
         }
-        | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {})
-        | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {})
-        | (
-            {"failed": [vars(lost) | {"failure": vars(lost.failure)} for lost in record.failed]}
-            if record.failed
-            else {}
-        )
-        | ({"library": record.library} if record.library != LIBRARY else {})
-        | _given(reference=record.reference, legal=record.legal)
-        | ({"notes": record.notes} if record.notes else {})
-        | ({"imported": vars(record.imported)} if record.imported else {}),
-        _record,
-    )
+        | ({"fingerprint": entry.fingerprint} if entry.fingerprint else {})
+        for entry in record.entries
+    ]
+    fields = _given(record, ("excluded", "stopped")) | {"entries": entries, "versions": _sorted(record.versions)}
+    del fields["key"]
+    key = vars(record.key) | {"problem": problem_to_json(record.key.problem)}
+    return line_of({"format": FORMAT} | key | fields, _record)
 
 
 def record_from_text(line: str) -> Record:
@@ -252,19 +218,9 @@ def record_from_text(line: str) -> Record:
 
 def trial_to_text(trial: Trial) -> str:
     """Returns one line of JSON; raises as `record_to_text` does."""
-    outcome = trial.outcome
-    return line_of(
-        {
-            "number": trial.number,
-            "backend": trial.backend,
-            "version": trial.version,
-            "schedule": _sorted(trial.schedule),
-            "predicted_s": trial.predicted_s,
-        }
-        | _given(fingerprint=trial.fingerprint)
-        | {"failure" if isinstance(outcome, Failure) else "measurement": _outcome(outcome)},
-        _trial,
-    )
+    fields = _given(trial) | {"schedule": _sorted(trial.schedule)}
+    outcome = fields.pop("outcome")
+    return line_of(fields | {"failure" if isinstance(outcome, Failure) else "measurement": outcome}, _trial)
 
 
 def trial_from_text(line: str) -> Trial:
@@ -285,11 +241,9 @@ def is_again(line: str) -> bool:
 
 def sweep_to_text(sweep: Sweep) -> str:
     """Returns one line of JSON; raises as `record_to_text` does."""
-    fields = vars(sweep) | {"problem": problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
-    if not (sweep.again or sweep.rounds):  # format 1 has no second pass
-        fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
-    if sweep.library == LIBRARY:
-        del fields["library"]
+    fields = _given(sweep, ("again", "rounds")) | {
+        "problem": problem_to_json(sweep.problem)
+    }  # format 1: no second pass
     return line_of({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
 
@@ -302,9 +256,7 @@ def calibration_to_text(calibration: Calibration) -> str:
     """Returns one line of JSON; raises as `record_to_text` does."""
     fields = vars(calibration) | {
         "constants": _sorted(calibration.constants),
-        "environment": vars(calibration.environment),
         "observations": [vars(o) | {"problem": problem_to_json(o.problem)} for o in calibration.observations],
-        "variants": list(calibration.variants),
     }
     return line_of({"format": FORMAT} | fields, _calibration)
 
@@ -319,14 +271,17 @@ def calibration_from_text(line: str) -> Calibration:
     return _calibration(parsed(line))
 
 
-def _given(**texts: str) -> dict[str, str]:
-    """Returns the items with a nonempty text."""
-    return {name: value for name, value in texts.items() if value}
+def _given(value: Any, together: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the fields without those at their defaults; the fields `together` are at their defaults all, or none."""
+    required = object()
+    given = {name for name, item in vars(value).items() if item != getattr(type(value), name, required)}
+    given |= set(together) if given & set(together) else set()
+    return {name: item for name, item in vars(value).items() if name in given}
 
 
-def _outcome(outcome: Outcome) -> dict[str, object]:
-    """Returns the fields of a measurement or a failure, without a worst time if there is none."""
-    return {name: value for name, value in vars(outcome).items() if name != "worst_s" or value is not None}
+def _plain(value: Any) -> dict[str, object]:
+    """Returns the fields of a nested value, without a worst time if there is none."""
+    return {name: item for name, item in vars(value).items() if name != "worst_s" or item is not None}
 
 
 def _sorted(values: Mapping[str, T]) -> dict[str, T]:
@@ -334,7 +289,7 @@ def _sorted(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def line_of(fields: Mapping[str, object], check: Check[object]) -> str:
-    line = json.dumps(fields, allow_nan=False)
+    line = json.dumps(fields, allow_nan=False, default=_plain)
     check(json.loads(line))  # Reject unreadable text when it is written, not when it is read.
     return line
 
@@ -400,28 +355,10 @@ BY_NAME: Mapping[str, Check[Any]] = {
     "key": made_already,
     "outcome": made_already,
 }
-_MEASUREMENT = maker(Measurement, BY_NAME, optional=("worst_s",))
-_ENTRIES = list_of(maker(Entry, {**BY_NAME, "measurement": _MEASUREMENT}, optional=("fingerprint",)))
 _KEY = maker(Key, BY_NAME)
-_RECORD = maker(
-    Record,
-    {**BY_NAME, "entries": _ENTRIES, "imported": maker(Imported, BY_NAME)},
-    optional=(
-        "confidence",
-        "excluded",
-        "stopped",
-        "failed",
-        "library",
-        "reference",
-        "legal",
-        "notes",
-        "imported",
-    ),
-)
-_TRIAL = maker(Trial, BY_NAME, optional=("fingerprint",))
-_SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))
-_CALIBRATION = maker(Calibration, BY_NAME, optional=("observations", "variants"))
-_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": _MEASUREMENT}
+_RECORD = maker(Record, {**BY_NAME, "imported": maker(Imported, BY_NAME)})
+_TRIAL, _SWEEP, _CALIBRATION = maker(Trial, BY_NAME), maker(Sweep, BY_NAME), maker(Calibration, BY_NAME)
+_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": maker(Measurement, BY_NAME)}
 
 
 def _record(value: object) -> Record:

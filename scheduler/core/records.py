@@ -8,19 +8,17 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from scheduler.core import rendering
+from scheduler.core.chip_table import Clock, Hardware
 from scheduler.core.text import encodable, one_line
-from search_spaces import format_problem
+from search_spaces import format_problem, value_of
 from search_spaces.space import Choice
 from search_spaces.space import choice_text as text_of
 
 if TYPE_CHECKING:
-    from scheduler.core.hardware import Hardware
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
 
-Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
 L2S: tuple[L2, ...] = typing.get_args(L2)
 # "implausible": a time faster than the hardware allows; "estimate": no time, because the chip is not present;
@@ -92,8 +90,7 @@ class Measurement:
     Attributes:
       median_s: median of `samples_s`.
       samples_s: all repetitions, in order.
-      clock: "cupti" is time on the device; "wall" includes the launch; "static" is not measured but estimated in cycles
-        by the compiler of the chip.
+      clock: the clock of the times.
       l2: whether operands came from memory ("cold": buffers rotated) or may have been in the cache ("warm").
       worst_s: median of the slowest variant of the operands (`Problem.variants`), if there are several; each sample is
         then the mean over the variants.
@@ -366,11 +363,11 @@ class Record:
 
     def __str__(self) -> str:
         """Formats the record in about five lines."""
-        return rendering.load().record_text(self)
+        return value_of("scheduler.inspect.provenance:record_text")(self)
 
     def _repr_html_(self) -> str:
         """Formats the record for a notebook."""
-        return rendering.load().record_html(self)
+        return value_of("scheduler.inspect.report.article:record_html")(self)
 
 
 class Keyed(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -21,14 +22,7 @@ _SCHEME = re.compile(r"\s*([a-z][a-z0-9+]*)(?=:)", re.IGNORECASE)
 _DATABASE = re.compile(r"\s*(sqlite|postgres(ql)?)(\+\w*)?:", re.IGNORECASE)
 # Host, port and database of a server, without credentials.
 _PLACE = re.compile(r"(\[[0-9a-f:.%]+\]|[\w.-]*)(:\d{1,5})?(/[\w.+-]*)?", re.IGNORECASE | re.ASCII)
-_USER = re.compile(r"[\w.+-]+", re.ASCII)
-# Connection options that are shown, provided that their values look like words or paths.
-_HARMLESS = frozenset(
-    {"host", "port", "dbname", "sslmode", "connect_timeout", "application_name", "target_session_attrs"}
-    | {"keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"}
-    | {"prepare_threshold"}
-)
-_VALUE = re.compile(r"[\w./,:+-]*", re.ASCII)
+_MAY_HOLD_A_SECRET = re.compile(rf"[@?]|^{_DATABASE.pattern}", re.IGNORECASE)
 _ANY_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>()]+", re.IGNORECASE)
 _ASSIGNED = re.compile(
     r"(\b(?:ssl|pg|db)?_?(?:password|passwd|passphrase|passfile|pwd|secret|api_?key|access_?token|auth_?token)\b['\"]?)"
@@ -46,8 +40,8 @@ def is_url(text: str) -> bool:
 def shown_url(url: str | os.PathLike[str]) -> str:
     """Returns a database's URL, or the path of its file, for messages.
 
-    The result has scheme, host, port, database, the user name if a password follows it, and a few harmless options. For
-    a URL that cannot be parsed completely, it has only the scheme.
+    The result has scheme, host, port, database, and the user name if a password follows it. For a URL that cannot be
+    parsed completely, it has only the scheme.
     """
     text = os.fspath(url)
     if not is_url(text):
@@ -61,14 +55,12 @@ def shown_url(url: str | os.PathLike[str]) -> str:
     credentials, at, place = rest.rpartition("@")
     if "@" in credentials + query or re.search(r"[\s/#\[\]]", credentials):
         return hidden
+    file = scheme.lower().startswith("sqlite") and not at and place.startswith("/")
+    if (":" in place or "\n" in place) if file else _PLACE.fullmatch(place) is None:
+        return hidden if place != "/:memory:" else text
     user, colon, _ = credentials.partition(":")
-    if at:
-        place = f"{user}:{HIDDEN}@{place}" if colon and _USER.fullmatch(user) else f"{HIDDEN}@{place}"
-    bare = place.rpartition("@")[2]
-    file = scheme.lower().startswith("sqlite") and not at and bare.startswith("/")
-    if (":" in bare or "\n" in bare) if file else _PLACE.fullmatch(bare) is None:
-        return hidden if bare != "/:memory:" else text
-    return f"{scheme}://{place}{asks}{_shown_query(query)}"
+    named = f"{user}:" if colon and re.fullmatch(r"[\w.+-]+", user, re.ASCII) else ""
+    return f"{scheme}://{named + HIDDEN + at if at else ''}{place}{asks}{HIDDEN if query else ''}"
 
 
 def redacted(text: str, url: str = "") -> str:
@@ -79,7 +71,7 @@ def redacted(text: str, url: str = "") -> str:
         if len(secret) < _SHORTEST:
             return "the message may hold a password, and is left out"
         text = text.replace(secret, HIDDEN)
-    text = _ANY_URL.sub(lambda found: shown_url(found[0]) if _may_hold_a_secret(found[0]) else found[0], text)
+    text = _ANY_URL.sub(lambda found: shown_url(found[0]) if _MAY_HOLD_A_SECRET.search(found[0]) else found[0], text)
     return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
 
@@ -92,20 +84,6 @@ def tells(error: BaseException | None, url: str) -> bool:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False
-
-
-def _may_hold_a_secret(url: str) -> bool:
-    return "@" in url or "?" in url or _DATABASE.match(url) is not None
-
-
-def _shown_query(query: str) -> str:
-    options = [option.partition("=") for option in query.split("&")] if query else []
-    shown = [
-        f"{name}={value}"
-        for name, _, value in options
-        if name in _HARMLESS and _VALUE.fullmatch(urllib.parse.unquote_plus(value))
-    ]
-    return "&".join([*shown, HIDDEN] if len(shown) < len(options) else shown)
 
 
 def _secrets_of(url: str) -> Iterator[str]:
@@ -237,3 +215,15 @@ class _Safe(logging.Filter):
 # The only logger of this program: a child logger would bypass the filter.
 log = logging.getLogger("scheduler")
 log.addFilter(_Safe())
+
+
+@functools.cache
+def log_once(message: str, level: int = logging.WARNING) -> None:
+    """Logs a message once per process, because calls and readers of a store repeat it."""
+    log.log(level, "%s", message)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Issues a RuntimeWarning once per process and message."""
+    warn_safely(message)

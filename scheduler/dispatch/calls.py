@@ -227,12 +227,7 @@ def _function(called: Signature, options_and_values: tuple[Any, ...]) -> Callabl
     on_miss, backends, schedule, *values = options_and_values
     operation, last = called.operation, called.last
     options = dispatch.options(
-        operation,
-        on_miss=on_miss,
-        backends=backends,
-        schedule=schedule,
-        target=target.value,
-        plan=planned.in_force(),
+        operation, on_miss=on_miss, backends=backends, schedule=schedule, target=target.value, plan=planned.in_force()
     )
 
     def call(*arrays: Any) -> Any:

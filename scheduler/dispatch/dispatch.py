@@ -30,14 +30,15 @@ from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import in_fresh_thread
 from scheduler.core.records import Key, Schedule, key_of, schedule_text
+from scheduler.core.text import log, log_once, warn_once
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
-from scheduler.dispatch.stored import Times, evidence, note_miss, say_once, stored, times_in
+from scheduler.dispatch.stored import Times, evidence, note_miss, stored, times_in
 from scheduler.model import constants
 from scheduler.model.pruning import has_fields, illegal
 from scheduler.prediction.transfer import recheck
-from scheduler.store.cache import Cache, warn_once
+from scheduler.store.cache import Cache
 from search_spaces import stop_script_import
 from search_spaces.kernel import Kernel, Library
 from search_spaces.operation import Operation
@@ -51,8 +52,6 @@ ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
 # Why no kernel can be selected on a mesh if the call is not divided into one part per device.
 ON_A_MESH = "it is sharded over the devices of a mesh (kernels are selected inside `jax.shard_map`)"
-
-logger = logging.getLogger("scheduler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +178,7 @@ def leave_to_library(operation: Operation[Any], options: Options, reason: str) -
     if options.schedule:
         words = schedule_text(dict(options.schedule))
         raise IllegalSchedule(f"{operation.name} cannot run the schedule {words}: {reason}")
-    logger.debug("%s: %s is used, and no kernel is selected: %s", operation.name, library, reason)
+    log.debug("%s: %s is used, and no kernel is selected: %s", operation.name, library, reason)
 
 
 def reload() -> None:
@@ -242,7 +241,7 @@ class _Decisions:
                 return known
             decision = _Selection(operation, problem, platform, options, self.cache).decide()
             chip, backend = decision.target.kind, decision.kernel.backend
-            logger.debug("%s %s on %s: %s is selected: %s", operation.name, problem, chip, backend, decision.reason)
+            log.debug("%s %s on %s: %s is selected: %s", operation.name, problem, chip, backend, decision.reason)
             if len(self.decisions) >= MOST_DECISIONS:
                 self.decisions.clear()
             self.decisions[key] = decision
@@ -276,7 +275,7 @@ class _Selection:
         except UnknownChip as unknown:
             reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
-            say_once(f"{self.operation.name} {self.problem}: {reason}; XLA is used")
+            log_once(f"{self.operation.name} {self.problem}: {reason}; XLA is used", logging.INFO)
             target = Target(self.platform, self.platform, "", 1)
             return Decision(self.operation.library, Library(), target, reason)
         if self.options.schedule is not None:
@@ -339,7 +338,7 @@ class _Selection:
             command = hints.tune(self.operation, self.problem, hardware)
             warn_once(f"{self._call_text(hardware)}: {invalid_reason}; to measure it again, run: {command}")
         if policy == "xla":
-            say_once(f"{self._call_text(hardware)}: no schedule is stored; XLA is used")
+            log_once(f"{self._call_text(hardware)}: no schedule is stored; XLA is used", logging.INFO)
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
             return self._decision(hardware, library, {}, reason, missed=key)
         if policy == "tune" and not self.options.target:  # the chip of an explicit target may be absent
@@ -359,8 +358,9 @@ class _Selection:
             shared_only=several,
             loss_per_gain=self.options.loss_per_gain,
         )
-        say_once(
-            f"{self._call_text(hardware)}: no schedule is stored; the model selects {found.backend}: {found.reason}"
+        log_once(
+            f"{self._call_text(hardware)}: no schedule is stored; the model selects {found.backend}: {found.reason}",
+            logging.INFO,
         )
         key = key_of(self.operation, self.problem, hardware)
         times = Times(found.predicted_s, found.library_s)
@@ -381,7 +381,7 @@ class _Selection:
             warn_once(f"{self._call_text(hardware)} is not tuned: {reason} (the model selects instead); run: {command}")
             return self._predicted(hardware)
         stop_script_import()
-        say_once(f"{self._call_text(hardware)}: no schedule is stored; tuning now")
+        log_once(f"{self._call_text(hardware)}: no schedule is stored; tuning now", logging.INFO)
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:
             record = in_fresh_thread(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import typing
 from typing import Any, Literal
@@ -15,9 +14,9 @@ from scheduler.core.errors import CacheMiss, NoCandidate, PlanError
 from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
+from scheduler.core.text import log, warn_once
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.model.pruning import illegal
-from scheduler.store.cache import warn_once
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -25,8 +24,6 @@ Missing = Literal["xla", "error"]
 MISSING: tuple[Missing, ...] = typing.get_args(Missing)
 # The path of a plan for calls outside of any plan context.
 ENVIRONMENT = "TILE_SCHEDULER_PLAN"
-
-logger = logging.getLogger("scheduler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +79,6 @@ def answer(
     """Returns the backend and schedule in a plan, with the reason. Falls back to the library.
 
     Args:
-      force: the active plan.
-      operation: the operation.
-      problem: the problem.
-      hardware: the chip.
       backends: the backends that the call allows; None allows all.
       strict: whether a missing entry is an error for this call, regardless of the plan's own policy.
 
@@ -116,7 +109,7 @@ def answer(
     if stale:
         warn_once(f"{reason}; {library} is used")
     else:
-        logger.info("%s; %s is used", reason, library)
+        log.info("%s; %s is used", reason, library)
     return library, {}, reason
 
 

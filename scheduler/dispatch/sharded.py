@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from scheduler.core.text import log, mesh_text
 from scheduler.dispatch import stored
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.query_recorder import RecordingOptions, digest
@@ -26,8 +26,6 @@ from search_spaces.sharding import Divided, Sharding, Spec, divide
 # Makes a tuned call of an operation on one device's shards.
 Bind = Callable[..., Any]
 
-logger = logging.getLogger("scheduler")
-
 
 def sharding_of(
     operation: Operation[Any], problem: Problem, shapes: Sequence[Shape], options: Options
@@ -35,10 +33,7 @@ def sharding_of(
     """Returns how a call may be sharded over the devices of a mesh, or the reason why it cannot.
 
     Args:
-      operation: the operation.
-      problem: the problem of the whole call.
       shapes: the shapes of the operands, which may split an axis into several.
-      options: the options of the call.
     """
     if options.backends == frozenset({operation.library.backend}):
         return "only the library is allowed, which XLA partitions itself"
@@ -75,7 +70,7 @@ def lower_divided_call(
 
     def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:
         found = divide(sharding, problem, mesh, operands, results)
-        logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), sharding_text(found))
+        log.debug("%s %s over %s: %s", operation.name, problem, mesh_text(mesh), sharding_text(found))
         if isinstance(options, RecordingOptions) and any(map(any, found.operands)):
             options.recorder.shardings.append((tuple(mesh.items()), found.operands))
         run = functools.partial(compute, found, functools.partial(bind, operation, params, local))
@@ -96,11 +91,9 @@ def compute(found: Divided[Any], call: Callable[..., Any], *args: Any) -> tuple[
 
     All axes of the mesh must be manual. `call` is ``call(problem, *args)``.
     """
-    return found.compute(call, args, lax.psum, _scatter)
-
-
-def _scatter(x: Any, axes: tuple[str, ...], dim: int) -> Any:
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return found.compute(
+        call, args, lax.psum, lambda x, axes, dim: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    )
 
 
 def sharding_text(found: Divided[Any]) -> str:
@@ -109,10 +102,6 @@ def sharding_text(found: Divided[Any]) -> str:
     scattered = " and scattered" if found.scatters else ""
     summed = f", summed over {', '.join(sorted(sums))}{scattered}" if sums else ""
     return "; ".join([f"each device runs {found.problem}{summed}", *found.gathered])
-
-
-def _sizes(mesh: Mapping[str, int]) -> str:
-    return " x ".join(map(str, mesh.values())) or "1"
 
 
 # ------------------------------------------------------------------------------
@@ -155,7 +144,7 @@ def call_sharded(
         tuple(map(partitioning_compat.partition_spec, specs)) for specs in (found.operands, found.results)
     )
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(args, in_specs, strict=True)]
-    logger.debug("%s %s on %s: %s", operation.name, problem, mesh, sharding_text(found))
+    log.debug("%s %s on %s: %s", operation.name, problem, mesh, sharding_text(found))
     return problem.pack(jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed))
 
 

@@ -17,14 +17,12 @@ from jax.extend import source_info_util
 from scheduler.core import arguments, frames
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Key, Miss, Record, Schedule, key_of, preferred
+from scheduler.core.text import log, log_once
 from scheduler.prediction.transfer import recheck, telling_records
 from scheduler.store.cache import Cache
 from search_spaces import OPERATIONS, locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-
-logger = logging.getLogger("scheduler")
-_logged: set[str] = set()
 
 
 class Times(NamedTuple):
@@ -56,10 +54,6 @@ def stored(
     the user's record is used before a shipped one.
 
     Args:
-      cache: the stores.
-      operation: the operation.
-      problem: the problem.
-      hardware: the chip.
       backends: the allowed backends; None allows all.
       shared_only: whether to read only shipped records, which are the same in all processes.
       estimates: whether estimated records may be used if there is no other one.
@@ -73,7 +67,7 @@ def stored(
     for source, record in cache.find(key_of(operation, problem, hardware), shared_only=shared_only):
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
-            say_once(f"{call_text}: the schedule in {source} is no longer valid: {found}")
+            log_once(f"{call_text}: the schedule in {source} is no longer valid: {found}", logging.INFO)
             invalid_reason = invalid_reason or type(found)(f"the record in {source} is invalid: {found}")
         elif estimates or not record.estimated:
             reason = f"{record.origin.rstrip(',')}, from {source}"
@@ -90,13 +84,6 @@ def evidence(
     own = [] if shared_only else cache.remembered(operation=operation.name, hardware=hardware.id)
     stores = cache.ask(lambda store: telling_records(store, operation, problem, hardware), shared_only=shared_only)
     return list(preferred(itertools.chain(own, *stores)).values())
-
-
-def say_once(message: str) -> None:
-    """Logs a message the first time only, as many calls repeat it."""
-    if message not in _logged:
-        _logged.add(message)
-        logger.info(message)
 
 
 # ------------------------------------------------------------------------------
@@ -128,7 +115,7 @@ def note_miss(cache: Cache, operation: Operation[Any], key: Key) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         cache.note(Miss(key, 1, now, now, calling_line(), _operation_location(operation)))
     except Exception as error:  # a failure to log a miss must not fail the call
-        logger.debug("the miss of %s is not logged: %r", key, error)
+        log.debug("the miss of %s is not logged: %r", key, error)
 
 
 def calling_line() -> str:

@@ -81,9 +81,7 @@ def _automatic(x: Any) -> Any:
             return tuple(map(_automatic, x))
         case Mesh() | AbstractMesh():
             types = tuple(AxisType.Auto if each is AxisType.Explicit else each for each in x.axis_types)
-            if isinstance(x, Mesh):
-                return Mesh(x.devices, x.axis_names, axis_types=types)
-            return AbstractMesh(x.axis_sizes, x.axis_names, axis_types=types)
+            return x.update(axis_types=types)
         case NamedSharding():
             return NamedSharding(_automatic(x.mesh), x.spec, memory_kind=x.memory_kind)
         case core.ClosedJaxpr():

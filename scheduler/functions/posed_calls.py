@@ -112,7 +112,8 @@ def recorded(
             if body.manual:
                 return equation
             avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-            call = jax.make_jaxpr(by_tuned_call(*matched, RecordingOptions(recorder=recorder)))(*avals)
+            with equation.ctx.manager:  # the mesh of its types
+                call = jax.make_jaxpr(by_tuned_call(*matched, RecordingOptions(recorder=recorder)))(*avals)
             return equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
         times = {id(inner): n for inner, n in equations.held(equation)}
         manual, line = body.manual or equations.is_manual(equation), body.line_of(equation)

@@ -107,7 +107,9 @@ class Case:
         for one, seconds in known:
             kernel = able.get(one.backend)
             if kernel is not None and illegal(kernel, self.problem, self.hardware, one.schedule) is None:
-                return Best(kernel, self._whole(kernel, one.schedule), seconds)
+                return Best(
+                    kernel, vars(kernel.space(self.problem, self.hardware.target).decode(one.schedule)), seconds
+                )
         tops = [prune(k, self.problem, self.hardware, self.model(k), keep=1) for k in able.values()]
         found = [pruned for pruned in tops if len(pruned.points)]
         if not found:
@@ -149,10 +151,6 @@ class Case:
         if found is None:
             raise NothingToDraw(f"{kernel.backend} declares no footprint, which this plot needs")
         return found
-
-    def _whole(self, kernel: Kernel[Any, Any], schedule: Schedule) -> Schedule:
-        point = kernel.space(self.problem, self.hardware.target).decode(schedule)
-        return {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
 
 
 def of_record(record: Record, trials: Sequence[Trial] = (), operation: Operation[Any] | None = None) -> Case | None:

@@ -194,26 +194,25 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
 
 
 def _caches() -> Iterator[Finding]:
-    try:
-        store = Store(default_url())
-        heads = store.heads()
-        count, old = len(heads), _stale(heads, "tile-scheduler verify --update")
-        if reason := _unwritable(store.location):
-            kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to store tuned records"
-            yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
-        else:
-            yield Finding("cache", "warning" if old else "ok", f"{store.location}: {count} records{old}")
-    except StoreError as error:
-        yield Finding("cache", "broken", str(error))
-    try:
-        if (other := shipped()) is None:
-            yield Finding("shipped cache", "broken", "this installation has no cache.db; install the package again")
-        else:
-            heads = other.heads()
-            old = _stale(heads, "tile-scheduler verify --shipped --update")
-            yield Finding("shipped cache", "warning" if old else "ok", f"{other.location}: {len(heads)} records{old}")
-    except StoreError as error:
-        yield Finding("shipped cache", "broken", str(error))
+    again = "tile-scheduler verify"
+    for what, opened, words in (("cache", _own, again), ("shipped cache", shipped, f"{again} --shipped")):
+        try:
+            if (store := opened()) is None:
+                yield Finding(what, "broken", "this installation has no cache.db; install the package again")
+                continue
+            heads = store.heads()
+            count, old = len(heads), _stale(heads, f"{words} --update")
+            if opened is _own and (reason := _unwritable(store.location)):
+                kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to store tuned records"
+                yield Finding(what, "note" if count else "broken", f"{count} records; {kept}")
+            else:
+                yield Finding(what, "warning" if old else "ok", f"{store.location}: {count} records{old}")
+        except StoreError as error:
+            yield Finding(what, "broken", str(error))
+
+
+def _own() -> Store:
+    return Store(default_url())
 
 
 def _stale(records: Sequence[Head], again: str) -> str:
@@ -247,7 +246,7 @@ def upgrade(jax_version: str) -> str:
 def _rows() -> list[Coverage]:
     """Returns the support for each chip of the table, with the records of the user's cache and the shipped one."""
     heads: list[Head] = []
-    for opened in (lambda: Store(default_url()), shipped):
+    for opened in (_own, shipped):
         with contextlib.suppress(StoreError):  # already reported by `_caches`
             store = opened()
             heads += store.heads() if store is not None else ()
@@ -308,7 +307,7 @@ def _misses() -> Iterator[Finding]:
         yield Finding("misses", "ok", f"not logged: {stored.MISSES_ENVIRONMENT} disables logging")
         return
     with contextlib.suppress(StoreError):  # already reported by `_caches`
-        count = len(Store(default_url()).misses.all())
+        count = len(_own().misses.all())
         yield Finding(
             "misses", "ok", f"{count} logged (tile-scheduler misses); {stored.MISSES_ENVIRONMENT}=off disables logging"
         )

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Fields, Point, Schedule, Trial, fields_of
 from scheduler.core.text import share_text
 from scheduler.measure.build import describe_exception, lower_candidate, requested_onchip_bytes
 from scheduler.model.constants import calibrations, model_of, sibling_of
-from scheduler.model.cost import Breakdown
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
-from search_spaces import load_known
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.space import Columns
-
-if TYPE_CHECKING:
-    from scheduler.core.hardware import Hardware
-    from scheduler.core.records import Schedule
-    from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,52 +108,34 @@ def explain(
       lowering: Whether to lower the top schedules of a kernel without a footprint, to read their on-chip memory. JAX
         initializes its devices for that.
     """
-    return [
-        Account(kernel.backend, kernel.version, refused=pruned)
-        if isinstance(pruned, str)
-        else _account(operation, kernel, pruned, problem, hardware, trials, top, about, lowering)
-        for kernel, pruned in predict.explain(operation, problem, hardware)
-    ]
-
-
-def _account(
-    operation: Operation[Any],
-    kernel: Kernel[Any, Any],
-    pruned: Pruned,
-    problem: Problem,
-    hardware: Hardware,
-    trials: Sequence[Trial],
-    top: int,
-    about: Sequence[Point],
-    lowering: bool,
-) -> Account:
-    ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
-    last = {
-        fields_of(trial.schedule): trial
-        for trial in trials
-        if (trial.backend, trial.version) == (kernel.backend, kernel.version)
-    }
-    tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
-    requested = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
-    top = min(top, len(ranks))
-    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *requested])
-    if lowering and not pruned.ranked:
-        shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
-    untried = len(pruned.points) - len(tried)
-    fitted = _fitted(operation, kernel, hardware) if pruned.ranked else ""
-    return Account(
-        kernel.backend,
-        kernel.version,
-        size=pruned.size,
-        dropped=pruned.dropped,
-        first=shown[:top],
-        fitted=fitted,
-        tried=tried,
-        untried=untried,
-        footprint=pruned.ranked,
-        ranks=ranks,
-        asked=shown[top:],
-    )
+    accounts = []
+    for kernel, pruned in predict.explain(operation, problem, hardware):
+        if isinstance(pruned, str):
+            accounts.append(Account(kernel.backend, kernel.version, refused=pruned))
+            continue
+        which = kernel.backend, kernel.version
+        ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
+        last = {fields_of(trial.schedule): trial for trial in trials if (trial.backend, trial.version) == which}
+        tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
+        requested = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
+        first = range(min(top, len(ranks)))
+        shown = _ranked(operation, kernel, pruned, problem, hardware, [*first, *requested])
+        if lowering and not pruned.ranked:
+            shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
+        account = Account(
+            *which,
+            size=pruned.size,
+            dropped=pruned.dropped,
+            first=shown[: len(first)],
+            fitted=_fitted(operation, kernel, hardware) if pruned.ranked else "",
+            tried=tried,
+            untried=len(pruned.points) - len(tried),
+            footprint=pruned.ranked,
+            ranks=ranks,
+            asked=shown[len(first) :],
+        )
+        accounts.append(account)
+    return accounts
 
 
 def _ranked(
@@ -226,37 +199,6 @@ def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
 
 
 # ------------------------------------------------------------------------------
-# Finds the backends for which the model has no prediction: kernels that declare no footprint.
-
-
-def without_prediction(
-    operation: str, problem: Problem | None, hardware: Hardware | None, choices: Iterable[tuple[str, Schedule]]
-) -> frozenset[str]:
-    """Returns the backends among `choices` with kernels that declare no footprint, and so have no prediction.
-
-    The `predicted_s` of such a backend is the library's time. Returns an empty set if the operation, the problem or the
-    chip is unknown.
-    """
-    if problem is None or hardware is None:
-        return frozenset()
-    try:
-        kernels = {kernel.backend: kernel for kernel in load_known(operation).kernels}
-    except ValueError:
-        return frozenset()
-    found: dict[str, bool] = {}
-    for backend, schedule in choices:
-        kernel = kernels.get(backend)
-        if backend in found or kernel is None or kernel.library or kernel.supports(problem, hardware.target):
-            continue
-        try:
-            point = kernel.space(problem, hardware.target).decode(schedule)
-        except ValueError:  # not in the current space
-            continue
-        found[backend] = kernel.footprint(problem, Columns.of([point]), hardware.target) is None
-    return frozenset(backend for backend, missing in found.items() if missing)
-
-
-# ------------------------------------------------------------------------------
 # Names the bottleneck of a schedule: groups the cost model's terms by hardware resource.
 
 # In the order of stacking and colours in plots.
@@ -290,22 +232,3 @@ def group_of(term: str) -> str:
       KeyError: The model has no such term.
     """
     return {name: group for group, names in GROUPS.items() for name in names}[term]
-
-
-def bounds(parts: Breakdown, schedules: int) -> list[str]:
-    """Returns the group of each schedule's longest overlapped term.
-
-    The group is "start and end" if the serial terms together take longer.
-    """
-    names = list(parts.overlapped)
-
-    def full(values: Any) -> npt.NDArray[np.float64]:
-        return np.broadcast_to(np.asarray(values, dtype=np.float64), (schedules,))
-
-    terms = np.stack([full(parts.overlapped[name]) for name in names])
-    serial = full(sum(parts.serial.values()))
-    longest = terms.argmax(axis=0)
-    return [
-        "start and end" if serial[index] > terms[longest[index], index] else group_of(names[longest[index]])
-        for index in range(schedules)
-    ]

@@ -98,7 +98,8 @@ def landscape(case: Case, *, over: tuple[str, str] | None = None, backend: str |
     model = case.model(kernel)
     pruned = prune(kernel, problem, hardware, model)
     measured = _measured(case, kernel, pruned)
-    known = measured if len(measured) >= _TELLING else _predicted(pruned)
+    predicted = [(pruned.points.row(index), float(time_s)) for index, time_s in enumerate(pruned.predicted_s)]
+    known = measured if len(measured) >= _TELLING else predicted
     names = over or _telling(case, pruned, known)
     if len(names) < 2:
         raise NothingToDraw(f"the schedules of {kernel.backend} for {problem} differ in fewer than two choices")
@@ -130,10 +131,6 @@ def _measured(case: Case, kernel: Kernel[Any, Any], pruned: Pruned) -> list[tupl
             except ValueError:  # not in the current space
                 continue
     return found
-
-
-def _predicted(pruned: Pruned) -> list[tuple[Schedule, float]]:
-    return [(pruned.points.row(index), float(pruned.predicted_s[index])) for index in range(len(pruned.points))]
 
 
 def _telling(case: Case, pruned: Pruned, known: Sequence[tuple[Schedule, float]]) -> tuple[str, ...]:

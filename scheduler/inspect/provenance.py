@@ -1,65 +1,32 @@
-"""Describes records for lists and reports, without JAX: the order in which they are shown, and the origin of each."""
+"""Describes records in lists, reports and `print`, without JAX: their order, their origins, and a few lines on each."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import importlib.metadata
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from scheduler.core.records import Failure, Key, Measurement, Record, Trial, choice_text
-from scheduler.core.text import seconds_text
-from scheduler.inspect.verdict import first_line
-from search_spaces import load_known
+from scheduler.core.text import one_line, seconds_text
+from scheduler.inspect.verdict import against_library, confidence, first_line, standing
+from search_spaces import format_problem
 
 # Numbers such as the extents in "float32[200,256]". Digits within a dtype's name are not matched.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_.])([0-9]+)")
 
 
 def order_of(key: Key, *, fields: bool = True) -> tuple[object, ...]:
-    """Returns the sort key of a record's key.
+    """Returns the sort key of a record's key, in which numbers are ordered as numbers.
 
     Args:
       fields: Whether a problem's fields are ordered as in its operation, which is loaded for that. Otherwise they are
         ordered by name.
     """
-    return key.operation, key.hardware, _problem_order(key, fields)
-
-
-def _problem_order(key: Key, by_operation: bool) -> tuple[object, ...]:
-    """Returns the sort key of a problem's fields: numbers before text, then undeclared fields by name."""
-    try:
-        values = json.loads(key.problem)
-    except (ValueError, RecursionError):  # a store may contain any text
-        values = key.problem
-    if not isinstance(values, dict):
-        return (_value_order(values),)
-    named = {name: values.pop(name, default) for name, default in (_fields(key.operation) if by_operation else ())}
-    return (*map(_value_order, named.values()), *((2, name, _value_order(value)) for name, value in values.items()))
-
-
-def _value_order(value: object) -> tuple[object, ...]:
-    return (0, value) if type(value) is int else _text_order(str(value))
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_order(text: str) -> tuple[object, ...]:
-    words = _NUMBER.split(text)
-    return 1, tuple((word, 0) if place % 2 == 0 else ("", int(word[:4000])) for place, word in enumerate(words))
-
-
-@functools.lru_cache(maxsize=64)
-def _fields(operation: str) -> Sequence[tuple[str, Any]]:
-    """Returns the fields of the operation's problems with their defaults; empty if the operation is unknown."""
-    try:
-        fields = dataclasses.fields(load_known(operation).problem)
-    except ValueError:
-        return ()
-    return [(field.name, 0 if field.default is dataclasses.MISSING else field.default) for field in fields]
+    words = _NUMBER.split(format_problem(key.operation, key.problem) if fields else key.problem)
+    problem = tuple((word, 0) if place % 2 == 0 else ("", int(word[:4000])) for place, word in enumerate(words))
+    return key.operation, key.hardware, problem
 
 
 # ------------------------------------------------------------------------------
@@ -111,6 +78,32 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     if record.imported:
         yield f"imported from {record.imported.source}, SHA-256 {record.imported.sha256}"
         yield unverified_line()
+
+
+def record_text(record: Record) -> str:
+    """Returns one line each for the problem, the winner, the library, the confidence, and the origin of the record."""
+    winner, library = record.winner, record.library_entry
+    estimated = ", estimated and not measured" if record.estimated else ""
+    estimated += ", imported and not verified here" if record.imported else ""
+    by = choice_text(winner.backend, winner.schedule)
+    lines = [str(record.key), f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {by}"]
+    if library is None:
+        lines.append(f"library: {record.library} has no time")
+    elif library != winner:
+        stands, time = standing(record, library), seconds_text(library.measurement.median_s)
+        qualifier = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[stands.state]
+        choice = choice_text(library.backend, library.schedule)
+        lines.append(f"library: {time}, {choice}; {stands.ratio:.3g} times the winner's{qualifier}")
+    else:
+        against = against_library(record)
+        other = "" if against is None else f"; the best other takes {against.ratio:.3g} times as long"
+        lines.append(f"library: {record.library} is the winner{other}")
+    lines += [first_line(f"failed: {lost}") for lost in record.failed]
+    lines += [first_line(f"note: {note}") for note in record.notes]
+    lines.append(f"how sure: {confidence(record) or 'no run-off is known.'}")
+    date, trials, *_ = record_head(record, trials_kept=True)
+    lines.append(f"{trials}. {date}.")
+    return "\n".join(map(one_line, lines))
 
 
 def unfinished_text(trials: Sequence[Trial]) -> str:

@@ -15,7 +15,7 @@ from scheduler.core.errors import SchedulerError, StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Key, Record, choice_text
 from scheduler.core.text import seconds_text
-from scheduler.inspect.explain import without_prediction
+from scheduler.inspect.verdict import without_prediction
 from scheduler.measure.buffers import least_plausible_s
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import illegal
@@ -143,8 +143,7 @@ def _illegal(operation: Operation[Any], problem: Problem, chip: Hardware, record
 def _implausible(operation: Operation[Any], problem: Problem, chip: Hardware, record: Record) -> Iterator[str]:
     """Yields why times of a legal record are not plausible: the hardware's limit, and the model's prediction."""
     fitted = calibrations(operation.name, chip, shared_only=True)
-    choices = [(entry.backend, entry.schedule) for entry in record.entries]
-    unpredicted = without_prediction(operation.name, problem, chip, choices)
+    unpredicted = without_prediction(record.entries, record.library)
     for entry in record.entries:
         kernel, time_s = operation.kernel(entry.backend), entry.measurement.median_s
         least_s = 0.0 if record.estimated else least_plausible_s(problem, chip, entry.measurement.l2)

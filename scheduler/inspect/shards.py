@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.core.errors import SchedulerError
+from scheduler.core.text import mesh_text
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.sharding import Divided, Letters, MeshAxes, Sharding, Spec, divide
@@ -102,8 +103,9 @@ def by_specs(
     given = []
     for name, specs, known in zip(("operands", "results"), (operands, results), arrays, strict=True):
         if len(specs) > len(known):
+            extents = mesh_text(sharding.extents(problem))
             raise ValueError(
-                f"expected at most {len(known)} specs of {name}, found {len(specs)}: {_problem_text(sharding, problem)}"
+                f"expected at most {len(known)} specs of {name}, found {len(specs)}: {sharding.rule!r} with {extents}"
             )
         given.append([*specs, *[()] * (len(known) - len(specs))] if specs else [])
     divided = divide(sharding, problem, mesh, given[0] or [()] * len(arrays[0]), given[1])
@@ -120,8 +122,3 @@ def spec_text(spec: Spec) -> str:
     divided = max((number for number, axes in enumerate(spec, 1) if axes), default=0)
     entries = (None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec[:divided])
     return f"P({', '.join(map(repr, entries))})"
-
-
-def _problem_text(sharding: Sharding[Any], problem: Problem) -> str:
-    extents = sharding.extents(problem)
-    return f"{sharding.rule!r} with {', '.join(f'{letter}={extent}' for letter, extent in extents.items())}"

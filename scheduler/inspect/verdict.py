@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from scheduler.core.records import TIE, Entry, Record, Schedule, choice_text, schedule_text
+from scheduler.core.records import TIE, Entry, Record, Schedule, Trial, choice_text, label_of, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 
 
@@ -35,7 +35,6 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """Compares the winner of `record` with `other`, by the final comparison."""
-    from scheduler.core.records import label_of
     from scheduler.search.runoff import margin
 
     confidence, winner = record.confidence, record.winner
@@ -243,6 +242,12 @@ def compared(
                 known.setdefault((operation, backend), (first, schedule))
     names = " and ".join(dict.fromkeys(named))
     return Compared(texts, [f"schedules are shown by their differences from {names}"] if names else [])
+
+
+def without_prediction(candidates: Sequence[Entry | Trial], library: str) -> frozenset[str]:
+    """Returns the backends whose kernels declare no footprint: their `predicted_s` is the library's."""
+    known = {each.predicted_s for each in candidates if each.backend == library}
+    return frozenset(each.backend for each in candidates if each.backend != library and each.predicted_s in known)
 
 
 def bases_of(record: Record | None) -> dict[str, tuple[str, Schedule]]:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scheduler.core.chip_table import Clock
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2, Clock
+from scheduler.core.records import L2
 from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons
 from scheduler.model.cost import CostModel
 from scheduler.model.traffic import L2_RESIDENT

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scheduler.core.records import L2, Clock, Measurement
+from scheduler.core.chip_table import Clock
+from scheduler.core.records import L2, Measurement
 from search_spaces import jax_compat
 
 WARM_UP_S = 0.003

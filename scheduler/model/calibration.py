@@ -103,8 +103,6 @@ def calibrate(
     """Fits all kernels of `operation` with trials on `hardware`, including the library.
 
     Args:
-      operation: the operation.
-      hardware: the chip.
       trials: problem -> recorded trials; only trials timed by the device's clock count.
       environments: the environments of the trials; the newest is stored in the calibration.
 

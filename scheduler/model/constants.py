@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import Calibration
+from scheduler.core.text import log, log_once
 from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
@@ -73,7 +73,8 @@ class Covariance:
     def of(cls, constants: Mapping[str, float]) -> Covariance:
         """Returns the covariance in a calibration's constants; missing or out-of-range values have their defaults."""
         found = {name.removeprefix(_NAMED): x for name, x in constants.items() if name.startswith(_NAMED)}
-        valid = {name: x for name, x in found.items() if 0 <= x < math.inf and _fits(name, x)}
+        may_be_0 = ("deviation", "small_deviation", "small_noise")
+        valid = {name: x for name, x in found.items() if 0 <= x < math.inf and (x or name in may_be_0)}
         relevance = {name.removeprefix(_OF_SIZE): x for name, x in valid.items() if name.startswith(_OF_SIZE)}
         scalars = {field.name for field in dataclasses.fields(cls)} - {"relevance"}
         return cls(**{name: x for name, x in valid.items() if name in scalars}, relevance=relevance)
@@ -86,10 +87,6 @@ class Covariance:
 
 # How constants of a calibration are named that are values of a covariance, and its relevance of a size.
 _NAMED, _OF_SIZE = "residual_", "relevance_"
-
-
-def _fits(name: str, value: float) -> bool:
-    return value > 0 or name.startswith("small_") or name == "deviation"
 
 
 _GRID = tuple(
@@ -233,9 +230,6 @@ def _noise(small: Array, c: Covariance) -> Array:
     return c.noise**2 + (c.small_noise * small) ** 2
 
 
-_log = logging.getLogger("scheduler")
-
-
 def model_of(
     operation: Operation[Any],
     kernel: Kernel[Any, Any],
@@ -246,9 +240,6 @@ def model_of(
     """Returns the cost model with the constants fitted to `kernel` and to the operation's library on this chip.
 
     Args:
-      operation: the operation.
-      kernel: the kernel.
-      hardware: the chip.
       found: backend -> calibration; None reads the stores.
     """
     if found is None:
@@ -261,7 +252,7 @@ def model_of(
     try:
         return CostModel(hardware, dataclasses.replace(start, **values))
     except ValueError as error:  # stored numbers may be out of range
-        _say_once(f"the constants of {operation.name} on {hardware.kind} are ignored: {error}")
+        log_once(f"the constants of {operation.name} on {hardware.kind} are ignored: {error}")
         return CostModel(hardware, start)
 
 
@@ -285,13 +276,6 @@ def residuals_of(operation: Operation[Any], kernel: Kernel[Any, Any], found: Map
 
 
 _residuals: dict[tuple[object, int], tuple[Calibration, Residuals]] = {}
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
 
 
 def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
@@ -341,10 +325,9 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
     from scheduler.store import store
 
     def shipped() -> Iterable[Calibration]:
-        with contextlib.ExitStack() as stack:
-            if (kept := store.shipped()) is None:
-                return ()
-            stack.callback(kept.close)
+        if (kept := store.shipped()) is None:
+            return ()
+        with contextlib.closing(kept):
             return kept.calibrations(hardware=hardware, operation=operation)
 
     def own() -> Iterable[Calibration]:
@@ -360,5 +343,5 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
         try:
             found |= {c.backend: c for c in read()}
         except StoreError as error:  # reported once by the code that reads records
-            _log.debug("%s (the model continues without its constants)", error)
+            log.debug("%s (the model continues without its constants)", error)
     return found

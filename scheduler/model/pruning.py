@@ -37,10 +37,8 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
     footprint = _footprint(kernel, problem, hardware, schedule)
     if footprint is None:
         return None
-    onchip_needed, limit = (
-        int(np.ravel(onchip_demand(footprint))[0]),
-        int(np.ravel(onchip_limit(footprint, hardware))[0]),
-    )
+    demand, most = onchip_demand(footprint), onchip_limit(footprint, hardware)
+    onchip_needed, limit = int(np.ravel(demand)[0]), int(np.ravel(most)[0])
     if onchip_needed > limit:
         return f"it needs {onchip_needed} bytes of on-chip memory and a block of {hardware.kind} has {limit}"
     tmem_needed = int(np.ravel(footprint.tmem_bytes)[0])
@@ -174,8 +172,6 @@ def prune(
 
     Args:
       kernel: a kernel that supports the problem on this hardware.
-      problem: the problem.
-      hardware: the chip with its capacities.
       model: predicts the times for the ranking.
       keep: maximum number of points to keep; None keeps all that can run.
       incumbent_s: a time already reached, in seconds; points with a larger lower bound are dropped.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.core import fingerprints
 from scheduler.core.arguments import allowed_backends
@@ -23,10 +22,8 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import Candidate, Pruned, prune
 from scheduler.prediction.transfer import Neighbour
 from scheduler.search.task import Task as SearchTask
-from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.space import Columns
 
 # The share of the legal schedules, ranked by the model, that become candidates, and the minimum number per trial.
 KEPT_SHARE = 0.25
@@ -258,23 +255,16 @@ def search_seconds(
     for kernel in operation.kernels_on(hardware.target.platform):
         if not kernel.library and kernel.backend in backends and kernel.supports(problem, hardware.target) is None:
             points = prune(kernel, problem, hardware, CostModel(hardware)).points
-            launches += _launch_seconds(kernel, problem, points, hardware).tolist()
+            footprint = kernel.footprint(problem, points, hardware.target)
+            least_s = STEP_S + problem.bytes_moved / BYTES_PER_S
+            if footprint is None:  # the time of a single step
+                launches += [least_s + problem.flops / FLOPS_PER_S] * len(points)
+                continue
+            demand, blocks = footprint.mean_step, np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
+            step_s = least_s + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
+            launches += np.broadcast_to(blocks * footprint.steps * step_s, (len(points),)).tolist()
     quickest = heapq.nsmallest(budget, launches)
     return calls * sum(quickest) + calls_of_finalist * sum(quickest[:finalists])
-
-
-def _launch_seconds(
-    kernel: Kernel[Any, Any], problem: Problem, points: Columns, hardware: Hardware
-) -> npt.NDArray[np.float64]:
-    """Returns the time of one launch of each of `points`; without a footprint, the time of a single step."""
-    footprint = kernel.footprint(problem, points, hardware.target)
-    least_s = STEP_S + problem.bytes_moved / BYTES_PER_S
-    if footprint is None:
-        return np.full(len(points), least_s + problem.flops / FLOPS_PER_S)
-    demand = footprint.mean_step
-    blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
-    step_s = least_s + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
-    return np.broadcast_to(blocks * footprint.steps * step_s, (len(points),))
 
 
 def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:

@@ -8,18 +8,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from scheduler.core.errors import CandidateFailed, ExecutorLost, NoCandidate, SchedulerError, StoreError, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads
 from scheduler.core.progress import JobPace, JobProgress, Progress
-from scheduler.core.records import Entry, Key, Record, key_of
+from scheduler.core.records import Entry, Record, key_of
 from scheduler.search.baseline import baseline_of, is_current, stored_evidence
 from scheduler.search.job_queue import Executor, Queue, Queued, expected_s
 from scheduler.search.task import Result, Task
-from scheduler.store.lease import Lease, LeaseWatcher, leased_if_free
+from scheduler.store.lease import LeaseWatcher, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.space import DeclarationError
 
@@ -236,8 +236,10 @@ class JobRun:
         """
         task, hardware = search.task, executor.hardware
         key = key_of(task.operation, task.problem, hardware)
-        with self._leased(key) as other:
-            if other is not None:
+        with contextlib.ExitStack() as lease:
+            self._leases.add(lease)
+            lease.callback(self._leases.discard, lease)
+            if (other := lease.enter_context(leased_if_free(self._store, key, self._lease_watcher))) is not None:
                 if search.busy == 1:  # all others are running
                     _log.warning("%s is being tuned by %s; waiting for its record", key, other)
                 return None
@@ -248,15 +250,6 @@ class JobRun:
             if (bounded := self._bound(task)) is None:
                 return "late"
             return self._search(search, bounded, executor, current if isinstance(current, str) else "", on_reserved)
-
-    @contextlib.contextmanager
-    def _leased(self, key: Key) -> Iterator[Lease | None]:
-        with contextlib.ExitStack() as lease:
-            self._leases.add(lease)
-            try:
-                yield lease.enter_context(leased_if_free(self._store, key, self._lease_watcher))
-            finally:
-                self._leases.discard(lease)
 
     def _search(
         self, search: Queued, bounded: Task, executor: Executor, reason: str, on_reserved: Callable[[], None]

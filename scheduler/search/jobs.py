@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import queue
 import tomllib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from scheduler.core import interrupts
@@ -164,33 +164,29 @@ def run(
         threads = stack.enter_context(Threads[Executor, None](len(executors), stop))
         for executor in executors:
             threads.start(executor, functools.partial(job.serve, executor))
+        serving = len(executors)
         try:
-            yield from _results(job, len(executors), progress)
+            while serving:
+                interrupts.check()
+                try:
+                    event = job.events.get(timeout=WAKE_S)
+                except queue.Empty:
+                    continue
+                match event:
+                    case Result():
+                        yield event
+                    case Step():
+                        if progress is not None:
+                            progress(event)
+                    case Lost(executor_name, reason):
+                        warn_safely(f"{executor_name} is no longer used: {reason}", stacklevel=3)
+                    case BaseException():
+                        raise event
+                    case None:
+                        serving -= 1
         except BaseException:
             stop()
             raise
-
-
-def _results(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
-    """Yields the results reported by `serving` threads, until each has ended."""
-    while serving:
-        interrupts.check()
-        try:
-            event = job.events.get(timeout=WAKE_S)
-        except queue.Empty:
-            continue
-        match event:
-            case Result():
-                yield event
-            case Step():
-                if progress is not None:
-                    progress(event)
-            case Lost(executor, reason):
-                warn_safely(f"{executor} is no longer used: {reason}", stacklevel=3)
-            case BaseException():
-                raise event
-            case None:
-                serving -= 1
 
 
 _SETTINGS = ("operation", "budget", "effort", "seconds", "backends")

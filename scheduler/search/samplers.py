@@ -265,7 +265,10 @@ class ModelSampler(_OfCandidates):
     def __init__(self, space: CandidateSpace, seed: int) -> None:
         self._space = space
         ranked = np.argsort(space.log_predicted, kind="stable")
-        self._order = _with_probes(ranked, np.random.default_rng(seed))
+        # A random candidate at every `_PROBE`-th position; a candidate may then occur twice.
+        places = np.arange(_PROBE - 1, len(ranked), _PROBE - 1)
+        probes = np.random.default_rng(seed).permutation(ranked)[: len(places)]
+        self._order: list[int] = np.insert(ranked, places, probes).tolist()
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -433,13 +436,6 @@ def _places(distribution: BaseDistribution, values: Sequence[Any]) -> _Array:
         low, high, at = np.log(low), np.log(high), np.log(at)
     places: _Array = (at - low) / ((high - low) or 1.0)
     return places
-
-
-def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> list[int]:
-    """Inserts a random candidate at every `_PROBE`-th position of `ranked`; a candidate may then occur twice."""
-    places = np.arange(_PROBE - 1, len(ranked), _PROBE - 1)
-    order: list[int] = np.insert(ranked, places, random.permutation(ranked)[: len(places)]).tolist()
-    return order
 
 
 def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: _Array) -> _Array:

@@ -15,7 +15,6 @@ from typing import Any
 from scheduler.core import arguments
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate, RecordingError
-from scheduler.core.fingerprints import Tracer
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import Threads, interruptible
 from scheduler.core.progress import Pace, Progress
@@ -97,7 +96,12 @@ def sweep(
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
         fingerprint = traced_by(operation, problem, runner)
-        _require_unchanged(trials, fingerprint, path)
+        for trial in trials:
+            if trial.fingerprint and trial.fingerprint != fingerprint(trial):
+                raise RecordingError(
+                    f"{path} has a sweep of an earlier version of the {trial.backend} kernel; delete the file, or "
+                    "choose another one"
+                )
         done = {point_of(trial.backend, trial.schedule) for trial in trials}
         left = [candidate for candidate in chosen if point_of(candidate.backend, candidate.schedule) not in done]
         times = [
@@ -130,16 +134,6 @@ def sweep(
         if len(recorder.again) < len(fastest):
             recorder.add_again(_measured_again(operation, problem, runner, fastest, recorder.sweep))
     return recorder.sweep, trials
-
-
-def _require_unchanged(trials: Sequence[Trial], fingerprint: Tracer, path: Path) -> None:
-    """Raises RecordingError if a kernel was edited after the recording was started."""
-    for trial in trials:
-        if trial.fingerprint and trial.fingerprint != fingerprint(trial):
-            raise RecordingError(
-                f"{path} has a sweep of an earlier version of the {trial.backend} kernel; delete the file, or choose "
-                "another one"
-            )
 
 
 def _measured_again(

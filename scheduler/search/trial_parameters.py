@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from optuna.distributions import BaseDistribution
 
+from scheduler.core.fingerprints import Chosen
 from scheduler.search.samplers import BACKEND, distributions_of, name_of, parameters_of, suggested_schedule
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Choice
 from search_spaces.target import Target
-
-
-class HasSchedule(Protocol):
-    """A candidate or a trial."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def schedule(self) -> Mapping[str, Choice]: ...
 
 
 class TrialParameters:
@@ -37,7 +29,7 @@ class TrialParameters:
         self._distributions = distributions_of(choices)
         self._defaults = {backend: dict(space.defaults) for backend, space in spaces.items()}
 
-    def __call__(self, which: HasSchedule) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+    def __call__(self, which: Chosen) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
         """Returns the parameters of a candidate or trial. Fields that records omit have their defaults."""
         found = parameters_of(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
         named = {name: value for name, value in found.items() if name in self._distributions}

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from scheduler.core import text
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Environment, Key, Miss, Record, Trial, preferred
+from scheduler.core.text import warn_once
 from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
@@ -290,13 +290,3 @@ class Cache:
                 self._user = None
             warn_once(f"{error} (calls continue without it)")
             return None
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Issues a warning once per process and message."""
-    if message not in _warned:
-        _warned.add(message)
-        text.warn_safely(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Key, Record
+from scheduler.core.text import log
 
 # A waiting process detects a dead holder by missing renewals on its own clock, because the clocks of two hosts may
 # differ by a day.
@@ -23,8 +23,6 @@ SILENT_S = 5.0
 POLL_S = 0.25
 # Expiry time for older versions, which compare clocks.
 LEASE_S = 60.0
-
-_log = logging.getLogger("scheduler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ def leased(store: Leases, key: Key) -> Iterator[Record | None]:
     owner, watcher, waited = _owner(), LeaseWatcher(), False
     while (held := _take(store, key, owner, watcher)) is not None:
         if not waited:
-            _log.warning("%s is being tuned by %s; waiting for its record", key, held)
+            log.warning("%s is being tuned by %s; waiting for its record", key, held)
         waited = True
         time.sleep(POLL_S)
     with _renewed(store, key, owner):

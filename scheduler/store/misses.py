@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import logging
 import os
 import queue
 import threading
@@ -16,6 +15,7 @@ import sqlalchemy as sa
 
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Key, Miss
+from scheduler.core.text import log, log_once
 from scheduler.store import queries
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, MISSES
@@ -73,7 +73,7 @@ class Misses:
             try:
                 found.append(_miss(*row))
             except ValueError as error:
-                queries.warn_once(f"{self._database.location}: the miss of {Key(*row[:3])} is skipped, {error}")
+                log_once(f"{self._database.location}: the miss of {Key(*row[:3])} is skipped, {error}")
         return found
 
     def forget(self, keys: Iterable[Key]) -> int:
@@ -126,8 +126,6 @@ RETRY_S, WRITE_ATTEMPTS = 5.0, 3
 MOST_WAITING = 100_000
 # Maximum time that the exit of a process waits for pending writes, and that a fork waits for the current write.
 EXIT_WAIT_S, FORK_S = 1.0, 0.1
-
-_log = logging.getLogger("scheduler")
 
 
 class _Writer:
@@ -197,11 +195,11 @@ class _Writer:
             store.misses.note(self._waiting[store].values())
         except StoreError as error:
             refusals = self._refusals[store.location] = self._refusals.get(store.location, 0) + 1
-            _log.debug("misses are not noted, try %d of %d: %s", refusals, WRITE_ATTEMPTS, error)
+            log.debug("misses are not noted, try %d of %d: %s", refusals, WRITE_ATTEMPTS, error)
             if refusals < WRITE_ATTEMPTS:
                 return
         except Exception as error:  # a background thread must not print tracebacks
-            _log.debug("misses are lost: %r", error)
+            log.debug("misses are lost: %r", error)
         else:
             self._refusals.pop(store.location, None)
         del self._waiting[store]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import sqlalchemy as sa
 from scheduler.core import codec
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Key, Record, schedule_to_text
+from scheduler.core.text import log_once
 from scheduler.store.database import Select
 from scheduler.store.schema import KEY, SCHEDULES, SUM_COLUMNS, place_columns
 
@@ -41,10 +41,6 @@ class Head:
         return 2 * self.estimated
 
 
-_log = logging.getLogger("scheduler")
-_said: set[str] = set()
-
-
 def rows_by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
     """Returns rows sorted by their first three columns, independent of the database's collation.
 
@@ -58,7 +54,7 @@ def row_with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any
     found = [tuple(row) for row in rows]
     known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
     if strange := len(found) - len(known):
-        warn_once(f"{location}: {strange} rows are skipped, because their key is not text")
+        log_once(f"{location}: {strange} rows are skipped, because their key is not text")
     return known
 
 
@@ -102,13 +98,6 @@ def has_precedence(key: Key, line: str, other: Record) -> bool:
         return record_of_row(key, line).precedence < other.precedence
     except ValueError:
         return False
-
-
-def warn_once(message: str) -> None:
-    """Logs a warning once per process, because rows are read repeatedly."""
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
 
 
 # ------------------------------------------------------------------------------

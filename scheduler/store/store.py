@@ -20,6 +20,7 @@ from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.neighbours import Near
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
+from scheduler.core.text import log_once
 from scheduler.store import queries, text_files
 from scheduler.store.database import CACHE_VARIABLE, Database, Select
 from scheduler.store.lease import Lease
@@ -388,7 +389,7 @@ class Store:
             try:
                 found.append(codec.calibration_from_text(line))
             except ValueError as error:
-                queries.warn_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
+                log_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
 
     def state(self) -> str:
@@ -429,7 +430,7 @@ class Store:
             try:
                 yield queries.record_of_row(key, line)
             except ValueError as error:
-                queries.warn_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
+                log_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
 
 def require_store(given: object) -> None:

@@ -37,6 +37,7 @@ from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.optuna_log import quietly
 from scheduler.core.records import Environment, Failure, Key, Measurement, Trial, Versioned, versioned
+from scheduler.core.text import log_once
 from scheduler.store import queries
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, SEARCHES
@@ -248,7 +249,7 @@ class Studies:
                     raise ValueError(f"expected text, found {type(line).__name__}")
                 yield number, codec.trial_from_text(line)
             except (ValueError, TypeError) as error:
-                queries.warn_once(
+                log_once(
                     f"{self._database.location}: trial {number} of {Key(*names)} is skipped, it is malformed ({error})"
                 )
 

@@ -23,7 +23,6 @@ from scheduler.core.records import Failure, Measurement, Miss, key_of
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.stored import evidence
 from scheduler.inspect import doctor
-from scheduler.inspect.notebook import record_html
 from scheduler.inspect.provenance import record_head
 from scheduler.inspect.verdict import gain_text, verdict
 from scheduler.measure.pool import start_runner
@@ -109,8 +108,8 @@ def test_a_search_by_estimates_takes_each_once_and_says_what_they_are(estimate):
     assert estimate.environment.driver == "libtpu 0.0.1"
     assert verdict(estimate)[0].startswith("These are the compiler's estimates for an absent chip")
     assert next(record_head(estimate, trials_kept=True)).startswith("Estimated by the compiler, not measured")
-    assert ">estimated</th>" in record_html(estimate)
-    assert "nothing ran" in record_html(estimate)
+    assert ">estimated</th>" in estimate._repr_html_()
+    assert "nothing ran" in estimate._repr_html_()
     assert codec.record_from_text(codec.record_to_text(estimate)) == estimate
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import scheduler
 from scheduler import tuned_matmul
@@ -87,6 +88,14 @@ def test_tuned_calls_are_the_job_and_what_optimize_replaces_is_a_second_table():
     assert repr(found).count("50.0 %") == 2
     assert [line.line for line in other.lines] == [fn.__code__.co_firstlineno + 1]
     assert listed(scheduler.problems(scheduler.optimize(fn), X, X.update(shape=(128, 256)))) == listed([row, other])
+
+
+def test_on_explicit_axes_the_problems_of_one_device_are_listed():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    x = X.update(sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = scheduler.problems(lambda x, w: jnp.sin(x @ w), x, X.update(shape=(128, 64)))
+    assert (found.tuned, found.mesh) == ((), "data=2")
+    assert [row.problem.m for row in found.untuned] == [X.shape[0] // 2]
 
 
 def test_products_that_no_kernel_computes_are_not_listed():

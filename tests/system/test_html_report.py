@@ -17,7 +17,6 @@ from values import ENVIRONMENT, FAST, SLOW, VERDICT, record, trial
 
 from scheduler.cli.app import app
 from scheduler.core.records import Entry, Failure, Key
-from scheduler.inspect import case, plots
 from scheduler.inspect.report import content, page
 from scheduler.inspect.report.content import element, extend, written
 from scheduler.store.store import Store, shipped
@@ -215,7 +214,7 @@ def test_what_a_record_says_is_text_and_nothing_else(reader):
         assert f"{said}{EVIL}" in text, said
     assert "is not in this package" in text
     assert reader.script("return window.broken") is None
-    assert reader.script("return [...document.scripts].map((script) => script.type)") == ["application/json", ""]
+    assert reader.script("return [...document.scripts].map((script) => script.type)") == [""]
     assert not reader.complaints()
 
 
@@ -271,7 +270,7 @@ class Tags(html.parser.HTMLParser):
 def test_no_text_becomes_markup(report):
     text = report[0].read_text()
     found = Tags(text)
-    assert (found.tags.count("script"), found.handlers) == (2, [])
+    assert (found.tags.count("script"), found.handlers) == (1, [])
     assert "onerror" not in "".join(found.tags)
     assert all(address.startswith(("#", "data:")) for address in found.addresses)
     assert len(text) < 10e6
@@ -344,25 +343,12 @@ def test_each_record_has_its_pictures_and_so_have_all_together(tmp_path):
     text = (tmp_path / "some.html").read_text()
     drawn = packed(text)
     records = list(shipped().records(operation="silu_and_mul"))
-    assert len(drawn) == len(records) + 2 * len({one.key.hardware for one in records})
+    assert len(drawn) == len(records) + len({one.key.hardware for one in records})
     for picture in drawn:
         assert Tags(picture).tags[0] == "svg"
     for one in records:
         assert any(str(load("silu_and_mul").problem.from_canonical(one.key.problem)) in picture for picture in drawn)
     assert len(text) / len(records) < 10e6 / 122  # so that all that is shipped stays below 10 MB
-
-
-def test_a_light_picture_whose_colours_are_exchanged_is_the_dark_one():
-    known = case.of_recording(SWEEP)
-    one = dataclasses.replace(known, swept=False, record=next(shipped().records(operation="matmul")))
-    exchange = json.loads(content.picture_colours())
-    for draw, what in [(plots.gains, [one.record]), (plots.roofline, [one]), (plots.best_so_far, one)]:
-        light, dark = (re.sub(r"\bp[0-9a-f]{8}\b", "", plots.svg(draw(what, dark=dark))) for dark in (False, True))
-        assert draw in content.EXCHANGED_COLOURS
-        assert light != dark
-        # As the page's script does it: white words stay white.
-        words = r"(<text[^>]*?fill: )#ffffff|#[0-9a-f]{6}\b"
-        assert re.sub(words, lambda found: found[0] if found[1] else exchange.get(found[0], found[0]), light) == dark
 
 
 def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_them(tmp_path, monkeypatch):
@@ -374,8 +360,8 @@ def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_th
     assert "The search tried" in text
 
 
-@pytest.mark.parametrize(("dark", "ground"), [(False, [255, 255, 255, 255]), (True, [13, 17, 23, 255])])
-def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, ground):
+@pytest.mark.parametrize("dark", [False, True])
+def test_pictures_are_shown_on_a_ground_like_that_of_the_page(window, tmp_path, dark):
     run("tune", "matmul", *SMALL, "--budget", 4)
     run("report", "--out", tmp_path / "one.html", "--operation", "matmul", "--hardware", "cpu")
     window.look(1280, dark=dark)
@@ -387,12 +373,14 @@ def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, gr
           await Promise.all(images.map((image) => image.decode()));
           return images.map((image) => {
             const canvas = new OffscreenCanvas(20, 20).getContext("2d");
+            canvas.filter = getComputedStyle(image).filter;
             canvas.drawImage(image, 0, 0, 20, 20);
             return [...canvas.getImageData(1, 1, 1, 1).data];
           });
         })()
     """
-    assert window.script(corner) == [ground, ground]  # the landscape, and how the search went
+    for *ground, _ in window.script(corner):  # the landscape, and how the search went
+        assert max(ground) < 40 if dark else min(ground) == 255
     assert not window.complaints()
 
 

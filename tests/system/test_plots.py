@@ -1,4 +1,4 @@
-"""Pictures of what was tuned: what they show is what is known, and those of the documents are of what is shipped."""
+"""Pictures of what was tuned show what is known."""
 
 import dataclasses
 import importlib.util
@@ -16,17 +16,14 @@ from rendered import faults
 from typer.testing import CliRunner
 
 import scheduler
-from scheduler.cli import plotting
 from scheduler.cli.app import app
 from scheduler.core.errors import MissingPackage, NothingToDraw
 from scheduler.core.hardware import CPU, find
-from scheduler.core.records import Measurement
 from scheduler.inspect import case as cases
 from scheduler.inspect import plots
 from scheduler.inspect.case import Case
-from scheduler.inspect.explain import GROUPS, bounds, group_of
-from scheduler.inspect.plots.gallery import gallery
-from scheduler.inspect.plots.roofline import Gain, Point, grouped
+from scheduler.inspect.explain import GROUPS, group_of
+from scheduler.inspect.plots.roofline import Point, grouped
 from scheduler.model.cost import CostModel
 from scheduler.model.traffic import block_loads, walk, window
 from scheduler.store.store import shipped
@@ -77,42 +74,13 @@ def numbers(svg):
     return np.array([float(n) for path in paths for n in re.findall(r"-?\d+(?:\.\d+)?", path)])
 
 
-# What is kept in the documents
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_pictures_of_the_documents_are_drawn_from_what_is_shipped(records, dark):
-    theme = "dark" if dark else "light"
-    drawn = {}
-    for name, made in gallery(records, SWEEPS, dark=dark):
-        drawn[f"{name}-{theme}.svg"] = plots.svg(made)
-        assert faults(made) == [], name
-    assert drawn.keys() == {path.name for path in KEPT.glob(f"*-{theme}.svg")}
-    for name, svg in drawn.items():
-        kept = (KEPT / name).read_text()
-        said = "these differ from what is shipped: tile-scheduler plot all --out docs/pictures"
-        assert words(kept) == words(svg), f"{name}: {said}"
-        assert np.allclose(numbers(kept), numbers(svg), atol=0.5), f"{name}: {said}"
-
-
-def test_pictures_of_the_documents_are_small_and_the_wheel_has_none():
-    assert all(path.stat().st_size < 200_000 for path in KEPT.iterdir())
-    wheel = re.search(r"only-include = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
-    assert "docs" not in wheel
-
-
-def test_every_picture_of_the_command_line_is_kept():
-    names = {path.stem.rpartition("-")[0] for path in KEPT.iterdir()}
-    assert names == {*plotting.MANY, *plotting.ONE}
-
-
 # As files
 
 
 def test_pictures_in_one_page_share_no_id_and_say_what_they_are(records):
-    compared = [record for record in records if Gain.of(record)]
-    svgs = [plots.svg(plots.gains(compared[:count], dark=dark)) for count in (1, 3, 60) for dark in (False, True)]
-    svgs.append(plots.svg(plots.roofline([cases.of_record(records[0])])))
+    known = [cases.of_record(record) for record in records]
+    svgs = [plots.svg(plots.roofline(known[:count], dark=dark)) for count in (1, 3, 60) for dark in (False, True)]
+    svgs.append(plots.svg(plots.tiles(Case(MATMUL, SQUARE, H200))))
     ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in svgs]
     assert len(set.union(*ids)) == sum(map(len, ids))
     for svg, own in zip(svgs, ids, strict=True):
@@ -126,14 +94,16 @@ def test_pictures_in_one_page_share_no_id_and_say_what_they_are(records):
 def test_the_same_picture_has_the_same_bytes_and_nobodys_settings_change_them(records):
     import matplotlib
 
-    first = plots.svg(plots.gains(records))
+    known = [cases.of_record(record) for record in records]
+    first = plots.svg(plots.roofline(known))
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
-        assert plots.svg(plots.gains(records)) == first
-    assert plots.png(plots.gains(records[:1])).startswith(b"\x89PNG")
+        assert plots.svg(plots.roofline(known)) == first
+    assert plots.png(plots.roofline(known[:1])).startswith(b"\x89PNG")
 
 
 def test_light_and_dark_differ_in_colours_alone(records):
-    light, dark = (plots.svg(plots.gains(records, dark=dark)) for dark in (False, True))
+    known = [cases.of_record(record) for record in records]
+    light, dark = (plots.svg(plots.roofline(known, dark=dark)) for dark in (False, True))
     assert words(light) == words(dark)
     assert np.array_equal(numbers(light), numbers(dark))
     assert "#ffffff" in light
@@ -141,70 +111,6 @@ def test_light_and_dark_differ_in_colours_alone(records):
 
 
 # Of many
-
-
-def test_gains_are_the_times_of_the_records(records):
-    for record in records:
-        gain = Gain.of(record)
-        xla, cudnn = (record.best(frozenset({name})) for name in ("xla", "cudnn"))
-        if ("cudnn" in record.versions and cudnn is None) or not (xla or cudnn):
-            assert gain is None, "what cuDNN was not tried for is compared with nobody"
-            continue
-        library = min((one for one in (xla, cudnn) if one), key=lambda one: one.measurement.median_s)
-        assert gain.library == ("cuDNN" if library is cudnn else "XLA")
-        assert gain.final * record.winner.measurement.median_s == pytest.approx(library.measurement.median_s)
-        assert gain.beaten == (record.winner == library and gain.searched is not None)
-    answered = [record for record in records if record.winner.backend == "xla"]
-    assert answered, "what XLA wins is shipped as well"
-    assert {gain.library for gain in map(Gain.of, records) if gain} == {"XLA", "cuDNN"}
-
-
-@pytest.mark.parametrize("count", [1, 14, 200])
-def test_gains_are_drawn_of_one_and_of_many(records, count):
-    some = (records * 2)[:count] if count > 20 else [record for record in records if Gain.of(record)][:count]
-    made = plots.gains(some)
-    assert f"{len([r for r in some if Gain.of(r)])} problem" in " ".join(words(plots.svg(made)))
-    assert faults(made) == []
-
-
-def copies(records, operations, problems, name="operation", field="n"):
-    """Records of so many problems of so many operations, with the times of shipped ones."""
-    timed = [record for record in records if Gain.of(record)]
-    return [
-        dataclasses.replace(
-            record, key=dataclasses.replace(record.key, operation=f"{name}_{of}", problem=f'{{"{field}": {number}}}')
-        )
-        for of in range(operations)
-        for number in range(problems)
-        for record in [timed[(37 * of + 11 * number) % len(timed)]]
-        if record.library_entry
-    ]
-
-
-@pytest.mark.parametrize(
-    ("operations", "problems", "name", "field"),
-    [
-        (1, 1, "operation", "n"), (12, 100, "operation", "n"), (40, 3, "operation", "n"), (1, 600, "operation", "n"),
-        (3, 5, "package.kernels:" + "fused_bias_gelu_" * 6, "a_very_long_name_of_a_field_" * 5),
-        (12, 10, "x" * 200, "n"), (2, 30, "W" * 60, "n"),
-    ],
-    ids=lambda value: str(value)[:20],
-)  # fmt: skip
-def test_gains_can_be_seen_of_however_many_and_however_they_are_called(records, operations, problems, name, field):
-    made = plots.gains(copies(records, operations, problems, name, field))
-    assert faults(made) == []
-    bars = [bar for bars in made.axes[0].containers for bar in bars]
-    assert len(bars) >= operations * problems // 2
-
-
-@pytest.mark.parametrize("times", [1e-3, 0.4, 0.97, 1.0, 1.003, 3.0, 150.0, 1e6])
-def test_gains_of_any_size_are_seen(records, times):
-    (record,) = [one for one in records if one.key.operation == "matmul" and one.winner.backend == "mosaic_gpu"][:1]
-    library = record.library_entry
-    slower = dataclasses.replace(library.measurement, median_s=times * record.winner.measurement.median_s)
-    entries = [record.winner, dataclasses.replace(library, measurement=slower)]
-    for order in (entries, entries[::-1]):
-        assert faults(plots.gains([dataclasses.replace(record, entries=tuple(order))])) == []
 
 
 @pytest.mark.parametrize("every", [1, 29, 260])
@@ -252,11 +158,8 @@ def test_nothing_stands_above_the_roofline_of_cold_operands(records):
 
 
 def test_pictures_of_nothing_say_what_to_do():
-    for draw, told in ((plots.gains, "tune a problem first"), (plots.roofline, "tune a problem first")):
-        with pytest.raises(NothingToDraw, match=told):
-            draw([])
-    with pytest.raises(NothingToDraw, match="sweep or tune a problem"):
-        plots.predictions([Case(MATMUL, SQUARE, H200)])
+    with pytest.raises(NothingToDraw, match="tune a problem first"):
+        plots.roofline([])
 
 
 def test_a_roofline_is_of_one_chip(records):
@@ -295,7 +198,6 @@ def test_every_term_of_the_model_is_of_one_group(square):
     terms = [*parts.overlapped, *parts.serial]
     assert sorted(terms) == sorted(name for names in GROUPS.values() for name in names)
     assert {group_of(name) for name in parts.serial} == {"start and end"}
-    assert bounds(parts, 1) == ["matrix units"]
 
 
 def test_the_parts_of_a_launch_add_up_to_its_prediction(square):
@@ -349,7 +251,6 @@ def test_attention_is_drawn_from_its_recordings(path):
         made = draw(case)
         assert "flash_attention" in " ".join(words(plots.svg(made)))
         assert faults(made) == []
-    assert "Kendall's tau" in " ".join(words(plots.svg(plots.predictions([case]))))
 
 
 # The order of tiles
@@ -405,15 +306,15 @@ def test_a_picture_is_written_where_it_is_wanted(tmp_path):
     sweep = recording("matmul-m512-n512-k512")
     status, _ = told("best-so-far", "--recording", sweep, "--budget", 8, "--out", tmp_path / "b.svg")
     assert (status, "7 trials besides XLA's" in " ".join(words((tmp_path / "b.svg").read_text()))) == (0, True)
-    assert told("gains", "softmax", "rows=4096", "--out", tmp_path / "g.svg")[0] == 0
-    assert any("rows=4096 columns=16384" in text for text in words((tmp_path / "g.svg").read_text()))
+    assert told("roofline", "softmax", "rows=4096", "--out", tmp_path / "r.svg")[0] == 0
+    assert any("tuned problem" in text for text in words((tmp_path / "r.svg").read_text()))
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
         (["roofing"], 2, "no picture 'roofing'; did you mean 'roofline'?"),
-        (["gains", "--out", "g.jpeg"], 2, "--out must end in .svg or .png"),
+        (["roofline", "--out", "r.jpeg"], 2, "--out must end in .svg or .png"),
         (["tiles"], 2, "tiles plots one problem: give it"),
         (["tiles", "matmul", "m=1"], 2, "missing n, k"),
         (
@@ -426,10 +327,10 @@ def test_a_picture_is_written_where_it_is_wanted(tmp_path):
             2,
             "no choice 'tiles'",
         ),
-        (["gains", "softmax", "rows=3"], 1, "no such record is stored or shipped"),
+        (["roofline", "softmax", "rows=3"], 1, "no such record is stored or shipped"),
         (["best-so-far", "matmul", "m=4096", "n=4096", "k=4096"], 1, "no trials are kept"),
         (["best-so-far", "--recording", "nowhere.jsonl.gz"], 1, "nowhere.jsonl.gz cannot be read"),
-        (["gains", "--out", "nowhere/g.svg"], 1, "nowhere does not exist: create it"),
+        (["roofline", "--out", "nowhere/r.svg"], 1, "nowhere does not exist: create it"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, status, sentence, tmp_path, monkeypatch):
@@ -438,41 +339,11 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
     assert (ended, sentence in said) == (status, True), said
 
 
-def test_without_recorded_sweeps_all_pictures_but_one_are_drawn(records):
-    missing = {name: made for name, made in gallery(records[::5], []) if isinstance(made, str)}
-    assert missing.keys() == {"best-so-far"}
-    assert "the trials of a search" in missing["best-so-far"]
-
-
-def test_all_draws_what_it_can_and_says_what_the_rest_needs(tmp_path, monkeypatch, records):
-    def some(*_, dark):
-        yield "gains", plots.gains(records[:1], dark=dark)
-        yield "tiles", "it needs a problem"
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("scheduler.inspect.plots.gallery.gallery", some)
-    status, said = told("all")
-    assert status == 0
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"gains-dark.svg", "gains-light.svg"}
-    assert said.count("tiles is not drawn: it needs a problem") == 1
-
-
-def test_a_gallery_of_nothing_says_of_each_picture_what_it_needs(monkeypatch, tmp_path):
-    needs = dict(gallery([], []))
-    assert needs.keys() == {*plotting.MANY, *plotting.ONE}
-    assert all(isinstance(need, str) and "a problem" in need for need in needs.values())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("scheduler.store.store.shipped", lambda: None)
-    status, said = told("all")
-    assert (status, said.count("is not drawn")) == (1, len(needs))
-    assert "no picture could be drawn" in said
-
-
 def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
     here = scheduler.Store(str(tmp_path / "cache.db"))
     scheduler.tune("matmul", {"m": 256, "n": 128, "k": 128, "dtype": "float32"}, budget=3, store=here)
-    status, said = told("gains", "--out", tmp_path / "g.svg")
+    status, said = told("roofline", "--out", tmp_path / "r.svg")
     assert (
         status,
         "NVIDIA H200 (132 cores, 140 GiB), which has the most records; --hardware selects another (" in said
@@ -481,9 +352,9 @@ def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkey
         0,
         True,
     )
-    assert told("gains", "--hardware", "cpu", "--out", tmp_path / "c.svg")[0] == 0
-    assert "XLA's time over ours, cpu: 1 problem" in words((tmp_path / "c.svg").read_text())
-    for what in ("landscape", "best-so-far", "time-breakdown", "tiles", "predictions", "block-sizes"):
+    assert told("roofline", "--hardware", "cpu", "--out", tmp_path / "c.svg")[0] == 0
+    assert "Roofline of cpu: 1 tuned problem" in words((tmp_path / "c.svg").read_text())
+    for what in ("landscape", "best-so-far", "time-breakdown", "tiles", "block-sizes"):
         status, said = told(what, "matmul", "m=256", "n=128", "k=128", "dtype=float32", "--out", tmp_path / "x.svg")
         assert status == 0, said
 
@@ -492,14 +363,9 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch, records):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not plots.available()
     with pytest.raises(MissingPackage, match=r"pip install 'tile-scheduler\[plots\]'"):
-        plots.gains(records)
-    status, said = told("gains")
+        plots.roofline([cases.of_record(records[0])])
+    status, said = told("roofline")
     assert (status, "matplotlib, which is not installed: pip install" in said) == (1, True)
-
-
-def test_predictions_compare_every_schedule_that_ran(swept):
-    ran = [trial for trial in swept.trials if trial.backend != "xla" and isinstance(trial.outcome, Measurement)]
-    assert f"{len(ran)} schedules of m=512" in " ".join(words(plots.svg(plots.predictions([swept]))))
 
 
 def test_the_lower_bound_is_the_roof(square):

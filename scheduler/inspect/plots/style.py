@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import html
 import importlib.util
+import io
+import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.core.errors import MissingPackage
 
@@ -96,10 +99,6 @@ def require() -> None:
         raise MissingPackage("pictures need matplotlib, which is not installed: pip install 'tile-scheduler[plots]'")
 
 
-def theme(dark: bool) -> Theme:
-    return DARK if dark else LIGHT
-
-
 def legible_on(colour: Sequence[float]) -> str:
     """Returns black or white, whichever has the higher contrast on `colour` (sRGB red, green and blue, 0 to 1)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
@@ -118,7 +117,7 @@ def drawing(dark: bool) -> Iterator[Theme]:
     require()
     from matplotlib import style
 
-    look = theme(dark)
+    look = DARK if dark else LIGHT
     settings = FONT | {
         "figure.facecolor": look.ground,
         "savefig.facecolor": look.ground,
@@ -218,32 +217,7 @@ def fold(
 
 
 # ------------------------------------------------------------------------------
-# Helpers for axes: scales, line labels, point clouds, legends.
-
-
-def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Sets a logarithmic scale for ratios: 2x and 0.5x are equally far from 1x."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.set(**{f"{which}scale": "log"})
-    low, high = sorted(axis.get_view_interval())
-    shown = ([tick for tick in ticks if low <= tick <= high] for ticks in _RATIOS)
-    room = _TICK * np.log(high / low)
-    axis.set_major_locator(FixedLocator(next(t for t in shown if len(t) < 2 or np.diff(np.log(t)).min() >= room)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}x" if value < 1e3 else f"{value:,.0f}x"))
-    axis.set_minor_locator(NullLocator())
-
-
-# Tick sets for ratios, from dense to sparse, and the share of an axis that one tick label takes.
-_RATIOS = (
-    tuple(0.5 + 0.02 * step for step in range(51)),
-    tuple(0.5 + 0.1 * step for step in range(21)),
-    tuple(step * 2.0**power for power in range(-10, 20) for step in (1.0, 1.5)),
-    tuple(2.0**power for power in range(-10, 20)),
-    *(tuple(10.0 ** (stride * power) for power in range(-20, 21)) for stride in (1, 2, 4, 8)),
-)
-_TICK = 0.105
+# Helpers for axes: scales, line labels, legends.
 
 
 def plain_log(axis: Axis) -> None:
@@ -291,19 +265,6 @@ def spread(places: Sequence[float], tall: Sequence[float], top: float) -> list[f
     return middles
 
 
-def cloud(axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, colour: str, size: float) -> None:
-    """Draws many points as one path. In an SVG, a point then takes a twentieth of the space of a marker."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    # A dot is a very short line with round caps: renderers omit lines of exactly zero length.
-    ends = np.stack([np.column_stack([x, y]), np.column_stack([np.multiply(x, 1.0001), y])], axis=1).reshape(-1, 2)
-    codes = np.tile([Path.MOVETO, Path.LINETO], len(ends) // 2)
-    axes.add_patch(
-        PathPatch(Path(ends, codes), fill=False, ec=colour, lw=size, capstyle="round", alpha=0.75, snap=False)
-    )
-
-
 def time_unit(seconds: float) -> tuple[float, str]:
     """Returns the divisor and the unit for times of about this length."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -316,3 +277,45 @@ def legend_right(axes: Axes, handles: Sequence[Any], title: str = "") -> None:
         handles=list(handles), loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title=title or None,
         alignment="left", handlelength=1.3,
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------
+# Converts a figure to SVG text, or to a PNG.
+
+
+def svg(drawn: Figure) -> str:
+    """Returns `drawn` as an SVG element. The text is reproducible, and its ids are unique among figures."""
+    from matplotlib import style
+
+    file = io.StringIO()
+    with style.context(["default", FONT | {"svg.fonttype": "none", "svg.hashsalt": "tile-scheduler"}]):
+        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
+    # matplotlib derives ids from floating-point coordinates, which differ between runs in the last bit. They are
+    # replaced by numbers.
+    ids = {name: f"{number}" for number, name in enumerate(re.findall(r'\bid="([^"]+)"', text))}
+    text = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', lambda found: f"{found[1]}@{ids[found[2]]}", text)
+    own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    text = re.sub(r'(\bid="|href="#|url\(#)@', rf"\g<1>{own}-", text)
+    # A global CSS selector would apply to the whole page, so it is restricted to this element.
+    text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
+    label = html.escape(str(drawn.get_label()), quote=True)
+    return text.replace("<svg ", f'<svg id="{own}" role="img" aria-label="{label}" ', 1).rstrip() + "\n"
+
+
+def _shorter(number: re.Match[str]) -> str:
+    """Rounds a coordinate to a hundredth of a point, which is not visible."""
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def png(drawn: Figure) -> bytes:
+    """Returns `drawn` as a PNG, 1,600 pixels wide."""
+    from matplotlib import style
+
+    file = io.BytesIO()
+    with style.context(["default", FONT]):
+        drawn.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()

@@ -98,12 +98,9 @@ def _plan(f: Footprint, case: Case) -> Plan:
 
 def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> None:
     """Draws the result, with the operands for its rows to the left and those for its columns above."""
-    left = [(n, load) for n, load in enumerate(loads) if _selects(load, plan.rows) and not _selects(load, plan.columns)]
-    above = [
-        (n, load) for n, load in enumerate(loads) if _selects(load, plan.columns) and not _selects(load, plan.rows)
-    ]
-    left = [(n, load) for n, load in left if np.max(load.bytes) > 0]
-    above = [(n, load) for n, load in above if np.max(load.bytes) > 0]
+    moved = [(n, load) for n, load in enumerate(loads) if np.max(load.bytes) > 0]
+    left = [(n, load) for n, load in moved if plan.rows in load.axes and plan.columns not in load.axes]
+    above = [(n, load) for n, load in moved if plan.columns in load.axes and plan.rows not in load.axes]
     grid = made.add_gridspec(
         2, 3, width_ratios=(0.5 if left else 0.01, 1.3, 0.5), height_ratios=(0.5 if above else 0.01, 1.3)
     )
@@ -143,17 +140,11 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
     for j in range(rows):
         for i in range(columns):
             pixels[j, i] = shades[min(int(wave[j, i]), len(shades) - 1)] if wave[j, i] >= 0 else (0, 0, 0, 0)
-    axes.imshow(pixels, aspect="auto", interpolation="nearest", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5))
-    for edge in np.arange(0.5, columns - 0.5):
-        axes.axvline(edge, color=look.ground, lw=0.6)
-    for edge in np.arange(0.5, rows - 0.5):
-        axes.axhline(edge, color=look.ground, lw=0.6)
+    _blocks(axes, pixels, look)
     for colour, width in ((look.ground, 3.6), (look.ink, 1.4)):  # one of them is visible on any shade
         axes.plot(*zip(*way, strict=True), color=colour, lw=width)
     axes.plot(*way[0], "o", color=look.ink, ms=6)
     axes.plot(*way[-1], "s", color=look.ink, ms=5)
-    axes.set_xticks([])
-    axes.set_yticks([])
     cut = [f"the first {n} of {of}" for n, of in ((rows, down), (columns, across)) if n < of]
     names = [plan.name(plan.rows)] + ([plan.name(plan.columns)] if plan.columns is not None else [])
     sizes = f"{down} x {across} tiles" if plan.columns is not None else f"{down} tiles"
@@ -162,27 +153,33 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
     return rows, columns
 
 
+def _blocks(axes: Axes, colours: npt.NDArray[np.float64], look: Theme) -> None:
+    """Draws a block for each colour, ``[row, column, RGBA]``, with lines between them."""
+    rows, columns, _ = colours.shape
+    axes.imshow(colours, aspect="auto", interpolation="nearest", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5))
+    for edge in np.arange(0.5, columns - 0.5):
+        axes.axvline(edge, color=look.ground, lw=0.6)
+    for edge in np.arange(0.5, rows - 0.5):
+        axes.axhline(edge, color=look.ground, lw=0.6)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
 def _operand(
     axes: Axes, loads: Sequence[tuple[int, Operand]], plan: Plan, count: int, touched: set[int], look: Theme, *,
     upright: bool,
 ) -> None:  # fmt: skip
     """Draws blocks of operands along one axis and steps along the other. Blocks of the first wave are filled."""
+    from matplotlib.colors import to_rgb
+
     steps = min(plan.steps, 16)
     pixels = np.zeros((count, steps, 4))
     colour = _shades(plan, look)[0]
     for index in range(count):
         for step in range(steps):
             strength = 1.0 if step == 0 else _LATER
-            pixels[index, step] = (*colour[:3], strength) if index in touched else (*_rgb(look.grid), 1.0)
-    shown = pixels if upright else pixels.transpose(1, 0, 2)
-    extent = (-0.5, shown.shape[1] - 0.5, shown.shape[0] - 0.5, -0.5)
-    axes.imshow(shown, aspect="auto", interpolation="nearest", extent=extent)
-    for edge in np.arange(0.5, shown.shape[1] - 0.5):
-        axes.axvline(edge, color=look.ground, lw=0.6)
-    for edge in np.arange(0.5, shown.shape[0] - 0.5):
-        axes.axhline(edge, color=look.ground, lw=0.6)
-    axes.set_xticks([])
-    axes.set_yticks([])
+            pixels[index, step] = (*colour[:3], strength) if index in touched else (*to_rgb(look.grid), 1.0)
+    _blocks(axes, pixels if upright else pixels.transpose(1, 0, 2), look)
     words = [f"{_name(load, number)}: {digits(float(np.max(load.bytes)) / 1024)} KiB a step" for number, load in loads]
     more = f"{plan.steps} step{'s' * (plan.steps > 1)}" + (f", {steps} drawn" if steps < plan.steps else "")
     if upright:
@@ -211,20 +208,12 @@ def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
 
 def _shades(plan: Plan, look: Theme) -> list[tuple[float, float, float, float]]:
     """Returns a colour for each wave. The last colour is for all later waves."""
-    waves = min(6, math.ceil(len(plan.order) / plan.at_once))
-    ours, ground = np.array(_rgb(look.ours)), np.array(_rgb(look.ground))
-    mixed = [ours * share + ground * (1 - share) for share in np.linspace(1.0, 0.25, max(waves, 2))[:waves]]
-    return [(float(r), float(g), float(b), 1.0) for r, g, b in mixed]
-
-
-def _rgb(colour: str) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
-    return to_rgb(colour)
-
-
-def _selects(load: Operand, axis: int | None) -> bool:
-    return axis in load.axes
+    waves = min(6, math.ceil(len(plan.order) / plan.at_once))
+    ours, ground = np.array(to_rgb(look.ours)), np.array(to_rgb(look.ground))
+    mixed = [ours * share + ground * (1 - share) for share in np.linspace(1.0, 0.25, max(waves, 2))[:waves]]
+    return [(float(r), float(g), float(b), 1.0) for r, g, b in mixed]
 
 
 def _name(load: Operand, number: int) -> str:

@@ -93,13 +93,8 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
     names, left, handles = list(bars)[::-1], 0.0, []
     for part in parts:
         if part.seconds >= _SHOWN * bars["model"]:
-            how: dict[str, Any] = {
-                "color": part.colour,
-                "alpha": part.alpha,
-                "hatch": part.hatch,
-                "ec": look.ground,
-                "lw": 0.8,
-            }
+            how: dict[str, Any] = {"color": part.colour, "alpha": part.alpha, "hatch": part.hatch}
+            how |= {"ec": look.ground, "lw": 0.8}
             axes.barh(names.index("model"), part.seconds / scale, left=left / scale, height=0.66, **how)
             handles.append(Patch(label=f"{part.name}, {digits(part.seconds / scale)}", fc=how.pop("color"), **how))
         left += part.seconds
@@ -109,14 +104,10 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
     for name, seconds in bars.items():
         beyond = seconds / scale > edge
         axes.annotate(
-            f"{digits(seconds / scale)}{' →' if beyond else ''}",
-            (min(edge, seconds / scale), names.index(name)),
-            (-5 if beyond else 5, 0),
-            textcoords="offset points",
-            va="center_baseline",
-            ha="right" if beyond else "left",
-            color=look.ground if beyond else look.ink,
-        )
+            f"{digits(seconds / scale)}{' →' if beyond else ''}", (min(edge, seconds / scale), names.index(name)),
+            (-5 if beyond else 5, 0), textcoords="offset points", va="center_baseline",
+            ha="right" if beyond else "left", color=look.ground if beyond else look.ink,
+        )  # fmt: skip
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
@@ -176,6 +167,8 @@ def landscape(
     source = f"{land.took}, {land.measured:,} schedules" if land.measured else "predicted by the model"
     subtitle = f"{case.problem} on {case.hardware.kind}, {land.backend}: least time of each pair in {unit}, {source}"
     with drawing(dark) as look:
+        from matplotlib.patches import Rectangle
+
         made = figure(f"{case.operation.name} over {land.x} and {land.y}", look, subtitle=subtitle)
         axes, words = made.subplots(1, 2, width_ratios=(1, 0.36))
         patches = _cells(axes, land, scale, look)
@@ -185,7 +178,9 @@ def landscape(
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set_visible(False)
-        _mark(axes, land, look)
+        if (place := land.place(land.best.schedule)) is not None:  # a frame around the highlighted schedule
+            corner = (place[0] - 0.48, place[1] - 0.48)
+            axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, ec=look.xla, lw=3, zorder=4, clip_on=False))
         _bar(axes, look)
         _legend(words, patches, look)
         return made
@@ -223,15 +218,6 @@ def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch
         for reason, hatch in hatches.items()
     ]
     return [*patches, *([Patch(fill=False, lw=0, label="?  legal, not tried")] if untried else [])]
-
-
-def _mark(axes: Axes, land: Landscape, look: Theme) -> None:
-    """Draws a frame around the cell of the highlighted schedule."""
-    from matplotlib.patches import Rectangle
-
-    if (place := land.place(land.best.schedule)) is not None:
-        corner = (place[0] - 0.48, place[1] - 0.48)
-        axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, ec=look.xla, lw=3, zorder=4, clip_on=False))
 
 
 def _shades(look: Theme) -> LinearSegmentedColormap:

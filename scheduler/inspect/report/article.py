@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, tostring
 
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial, choice_text, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
-from scheduler.inspect.explain import Account, without_prediction
+from scheduler.inspect.case import of_record
+from scheduler.inspect.explain import Account
 from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
 from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
 from scheduler.inspect.verdict import (
@@ -20,6 +21,7 @@ from scheduler.inspect.verdict import (
     order_note,
     standing,
     verdict,
+    without_prediction,
 )
 
 # ------------------------------------------------------------------------------
@@ -46,34 +48,26 @@ _NOTES = (
 _FIGURES = ("time", "vs XLA", "TFLOP/s", "TB/s", "% of roofline")
 
 
-def outcome(details: RecordDetails) -> str:
-    """Returns the result of the winner against XLA as short text, used as a filter value."""
-    record = details.record
-    if record.library_entry is None:
-        return "XLA did not run"
-    stands = against_library(record)
-    if stands is not None and stands.state == "undecided":
-        return "undecided"
-    if stands is not None and stands.state == "tie":
-        return "a tie"
-    return "XLA answers" if record.winner == record.library_entry else "faster than XLA"
+def outcome(record: Record) -> tuple[str, float | None]:
+    """Returns the result against XLA as short text, used as a filter value, and the gain.
 
-
-def gain(details: RecordDetails) -> float | None:
-    """Returns XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run."""
-    record = details.record
+    The gain is XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run.
+    """
     if record.library_entry is None:
-        return None
+        return "XLA did not run", None
     stands = against_library(record)
-    won = stands is not None and stands.state == "ahead" and record.winner != record.library_entry
-    return stands.ratio if won and stands is not None else 1.0
+    if stands is not None and stands.state != "ahead":
+        return ("undecided" if stands.state == "undecided" else "a tie"), 1.0
+    if stands is None or record.winner == record.library_entry:
+        return "XLA answers", 1.0
+    return "faster than XLA", stands.ratio
 
 
 _FILTERS: Mapping[str, Callable[[RecordDetails], str]] = {
     "operation": lambda details: details.record.key.operation,
     "chip": lambda details: details.record.key.hardware,
     "dtype": lambda details: details.dtype,
-    "against XLA": outcome,
+    "against XLA": lambda details: outcome(details.record)[0],
     "kept in": lambda details: details.where,
     "times": lambda details: _times(details.record),
 }
@@ -103,7 +97,7 @@ def overview(
     )
     made = element("section", id="list")
     if pictures.of_all:
-        summary = element("summary", "Pictures: against XLA, and under the roofline")
+        summary = element("summary", "Picture: against XLA, under the roofline")
         extend(made, [element("details", summary, *shown(pictures.of_all))])
     elif records and pictures.missing:
         extend(made, [element("p", pictures.missing, class_="faint")])
@@ -142,13 +136,14 @@ def _filters(details: Sequence[RecordDetails]) -> Element:
 def _row(ident: str, details: RecordDetails) -> Element:
     record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
     share = None if details.roofline_s is None else 100 * details.roofline_s / time_s
+    against, gain = outcome(record)
     cells: dict[str, Child] = {
         "operation": record.key.operation,
         "problem": element("a", details.problem_text, href=f"#{ident}"),
         "chip": record.key.hardware,
         "answer": record.winner.backend,
         "time": figure(time_s, seconds_text(time_s)),
-        "vs XLA": figure(gain(details), gain_text(record)),
+        "vs XLA": figure(gain, gain_text(record)),
         "TFLOP/s": _rate(case.problem.flops / time_s if case else None),
         "TB/s": _rate(case.problem.bytes_moved / time_s if case else None),
         "% of roofline": None if share is None else figure(share, f"{share:.1f}"),
@@ -159,10 +154,10 @@ def _row(ident: str, details: RecordDetails) -> Element:
         data_operation=record.key.operation,
         data_chip=record.key.hardware,
         data_dtype=details.dtype,
-        data_against=outcome(details),
+        data_against=against,
         data_kept=details.where,
         data_times=_times(record),
-        data_words=f"{schedule_text(record.winner.schedule)} {details.where} {outcome(details)}",
+        data_words=f"{schedule_text(record.winner.schedule)} {details.where} {against}",
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
@@ -228,12 +223,21 @@ def article(ident: str, details: RecordDetails, pictures: Sequence[Picture], mis
     return made
 
 
+def record_html(record: Record) -> str:
+    """Returns the key figures, the comparison and the confidence of a record as HTML, for a notebook."""
+    details = RecordDetails("", record, case=of_record(record))
+    title = f"{record.key.operation} {details.problem_text} on {record.key.hardware}"
+    lines = (element("p", line) for line in record_head(record, trials_kept=True))
+    made = element("div", element("b", title), _figures(details), *_entries(details), *_sure(record), *lines)
+    return tostring(made, encoding="unicode", method="html")
+
+
 def _figures(details: RecordDetails) -> Element:
     """Returns the key figures."""
     record, case, time_s = details.record, details.case, details.record.winner.measurement.median_s
     shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
     if shown["against XLA"] == "1.00x":
-        shown["against XLA"] = outcome(details)
+        shown["against XLA"], _ = outcome(record)
     if case is not None:
         shown["rate"] = f"{digits(case.problem.flops / time_s / 1e12)} TFLOP/s"
         shown["traffic"] = f"{digits(case.problem.bytes_moved / time_s / 1e12)} TB/s"
@@ -288,20 +292,10 @@ def _entries(details: RecordDetails) -> Iterator[Element]:
     record, case = details.record, details.case
     shown = [(entry.backend, entry.schedule) for entry in record.entries]
     choices = compared(shown)
-    problem, hardware = (case.problem, case.hardware) if case else (None, None)
-    unpredicted = without_prediction(record.key.operation, problem, hardware, shown)
+    unpredicted = without_prediction(record.entries, record.library)
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
-    columns = [
-        "",
-        "kernel and schedule",
-        "vs the winner",
-        "estimated" if record.estimated else "time",
-        "spread",
-        "TFLOP/s",
-        "% of roofline",
-        "predicted",
-        "off",
-    ]
+    columns = ["", "kernel and schedule", "vs the winner", "estimated" if record.estimated else "time"]
+    columns += ["spread", "TFLOP/s", "% of roofline", "predicted", "off"]
     rows = []
     for name, entry, choice in zip(names, record.entries, choices.texts, strict=False):
         time_s = entry.measurement.median_s
@@ -381,7 +375,10 @@ def _predictions(account: Account) -> Iterator[Element]:
     """Yields a table of the terms of the top predictions and the winner, and a list of their schedules."""
     winner = [ranked for ranked in account.asked if ranked not in account.first]
     shown = [*account.first, *winner]
-    names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]
+    names = [
+        *map(_place, range(1, len(account.first) + 1)),
+        *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner),
+    ]
     rows: list[tuple[Child, ...]] = [
         ("predicted", *(seconds_text(ranked.predicted_s) for ranked in shown)),
         ("on-chip memory", *(f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in shown)),
@@ -392,10 +389,6 @@ def _predictions(account: Account) -> Iterator[Element]:
     choices = compared([(account.backend, ranked.schedule) for ranked in shown])
     lines = (element("li", f"{name}: ", element("code", text)) for name, text in zip(names, choices.texts, strict=True))
     yield element("ul", *lines, class_="plain")
-
-
-def _ordinals(count: int) -> list[str]:
-    return [_place(place) for place in range(1, count + 1)]
 
 
 def _place(place: int | None) -> str:
@@ -410,23 +403,18 @@ def _trials(details: RecordDetails) -> Iterator[Element]:
         yield element("p", "The times of its trials are not stored with the record.")
         return
     time = "estimated" if details.record.estimated else "time"
-    yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(details), numbers=2)
     choices = compared([(trial.backend, trial.schedule) for trial in details.trials], bases_of(details.record))
-    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
-
-
-def _trial_rows(details: RecordDetails) -> Iterator[tuple[Child, ...]]:
-    tried = [(trial.backend, trial.schedule) for trial in details.trials]
-    choices = compared(tried, bases_of(details.record))
-    problem, hardware = (details.case.problem, details.case.hardware) if details.case else (None, None)
-    unpredicted = without_prediction(details.record.key.operation, problem, hardware, tried)
+    unpredicted = without_prediction(details.trials, details.record.library)
+    rows: list[tuple[Child, ...]] = []
     for trial, choice in zip(details.trials, choices.texts, strict=True):
         said = element("span", element("code", choice))
         if isinstance(trial.outcome, Failure):
             extend(said, [element("span", first_line(str(trial.outcome)), class_="failure")])
-        time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
+        took = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
         predicted = "" if trial.backend in unpredicted else seconds_text(trial.predicted_s)
-        yield str(trial.number), said, predicted, time
+        rows.append((str(trial.number), said, predicted, took))
+    yield table(None, ["", "kernel and schedule", "predicted", time], rows, numbers=2)
+    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
 
 
 def _commands(details: RecordDetails) -> Iterator[Element]:

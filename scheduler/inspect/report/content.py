@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gzip
-import json
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,6 @@ from scheduler.core.text import printable
 from scheduler.inspect import case, plots
 from scheduler.inspect.case import Case
 from scheduler.inspect.explain import Account, explain
-from scheduler.inspect.plots.style import DARK, LIGHT
 from scheduler.model.cost import CostModel
 from scheduler.prediction.transfer import recheck
 from search_spaces import OPERATIONS, format_problem, load
@@ -82,10 +80,7 @@ def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[C
     head = element("tr", *(cell("th", index, column) for index, column in enumerate(columns)))
     body = (element("tr", *(cell("td", index, child) for index, child in enumerate(row))) for row in rows)
     made = element(
-        "table",
-        element("caption", caption) if caption else None,
-        element("thead", head),
-        element("tbody", *body),
+        "table", element("caption", caption) if caption else None, element("thead", head), element("tbody", *body)
     )
     return element("div", made, class_="scrolls")
 
@@ -205,8 +200,6 @@ def _details(details: RecordDetails, operation: Operation[Any] | None, top: int)
 # Plots of one record. Each takes a quarter of a second, most of the time of a report.
 FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
-# Plots with only theme colours in all parts that depend on the background. The page can replace these by dark ones.
-EXCHANGED_COLOURS = (*FEW, plots.gains, plots.roofline)
 # Up to this many records are drawn in this process, faster than another process imports its modules. Each process takes
 # about 300 MB.
 _AT_ONCE = 4
@@ -220,12 +213,10 @@ class Picture:
     Attributes:
       packed: An SVG image on a light background, gzipped, in base64.
       label: The alternative text.
-      exchanged: Whether a dark page replaces its colours by dark ones; otherwise it keeps its light background.
     """
 
     packed: str
     label: str
-    exchanged: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,14 +289,12 @@ def _drawn(case: Case, *, every: bool) -> Iterator[Picture]:
 
 
 def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
-    """Yields the gains over XLA and the roofline plot of each chip that is not a CPU."""
+    """Yields the roofline plot of each chip that is not a CPU."""
     chips: dict[str, list[Case]] = {}
     for details in records:
         if details.case is not None and details.roofline_s is not None:
             chips.setdefault(details.case.hardware.id, []).append(details.case)
     for cases in chips.values():
-        with contextlib.suppress(NothingToDraw):
-            yield _packed(plots.gains, [one.record for one in cases if one.record is not None])
         with contextlib.suppress(NothingToDraw):
             yield _packed(plots.roofline, cases)
 
@@ -313,28 +302,12 @@ def _of_all(records: Sequence[RecordDetails]) -> Iterator[Picture]:
 def _packed(draw: Callable[..., Figure], subject: object) -> Picture:
     figure = draw(subject)
     packed = gzip.compress(plots.svg(figure).encode(), mtime=0)
-    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in EXCHANGED_COLOURS)
+    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()))
 
 
 def shown(pictures: Iterable[Picture]) -> list[Element]:
     """Returns an element for each plot. It is empty until the script unpacks the plot."""
     return [
-        element(
-            "figure",
-            element("img", alt=one.label, data_svg=one.packed, data_exchanged=one.exchanged, width="720", height="405"),
-        )
+        element("figure", element("img", alt=one.label, data_svg=one.packed, width="720", height="405"))
         for one in pictures
     ]
-
-
-def picture_colours() -> str:
-    """Returns JSON that maps each colour of the light theme to the same colour of the dark theme.
-
-    Colours of magnitudes are left out: a plot mixes shades of them, and keeps them like its scale.
-    """
-    pairs: dict[str, str] = {}
-    for name, light in vars(LIGHT).items():
-        dark = getattr(DARK, name)
-        if name != "magnitude":
-            pairs |= dict(zip(light, dark, strict=True)) if isinstance(light, tuple) else {light: dark}
-    return json.dumps(pairs)

@@ -76,28 +76,17 @@
     }
   };
 
-  // Pictures are gzipped SVG, drawn on a light ground: their colours are exchanged where a reader likes it dark.
-  const colours = JSON.parse(document.getElementById("colours").textContent);
-  const dark = matchMedia("(prefers-color-scheme: dark)");
+  // Pictures are gzipped SVG.
   const unpack = async (image) => {
     const bytes = Uint8Array.from(atob(image.dataset.svg), (letter) => letter.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const light = await new Response(stream).text();
-    // White words lie on a cell of any colour, and stay white.
-    const exchange = (found, words) => (words ? found : colours[found] ?? found);
-    const changed = dark.matches && "exchanged" in image.dataset;
-    const drawn = changed ? light.replace(/(<text[^>]*?fill: )#ffffff|#[0-9a-f]{6}\b/g, exchange) : light;
-    URL.revokeObjectURL(image.src);
-    image.src = URL.createObjectURL(new Blob([drawn], { type: "image/svg+xml" }));
+    image.src = URL.createObjectURL(new Blob([await new Response(stream).text()], { type: "image/svg+xml" }));
   };
-  const unpacked = new Set();
   const draw = () => {
-    for (const image of document.querySelectorAll("article:target img, details[open] img")) {
-      if (!unpacked.has(image)) unpack(image);
-      unpacked.add(image);
+    for (const image of document.querySelectorAll("article:target img:not([src]), details[open] img:not([src])")) {
+      unpack(image);
     }
   };
-  dark.addEventListener("change", () => unpacked.forEach(unpack));
   for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => draw());
 
   let from = 0;

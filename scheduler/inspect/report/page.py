@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from scheduler.core.records import Key, Trial
 from scheduler.inspect.report.article import article, overview
-from scheduler.inspect.report.content import Pictures, RecordDetails, element, picture_colours, written
+from scheduler.inspect.report.content import Pictures, RecordDetails, element, written
 
 _HERE = Path(__file__).parent
 
@@ -60,7 +60,6 @@ def page(
                 for (ident, details), found in zip(named, pictures.of_record, strict=True)
             ),
         ),
-        element("script", picture_colours(), type="application/json", id="colours"),
         element("script", script),
     )
     head = element(
