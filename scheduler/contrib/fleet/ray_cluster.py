@@ -38,6 +38,8 @@ START_S = 180.0
 LATE_S = 10.0
 # After this time without a network connection, a host counts as lost. Ray itself takes half a minute to give a host up.
 RETURN_S = 60.0
+# How long a thread may take to notice that its actor was killed.
+RETIRE_S = 10.0
 
 _log = logging.getLogger("scheduler")
 
@@ -56,6 +58,7 @@ class RayExecutor:
         self.hardware: Hardware
         self._environment: Environment
         self._actor, self._lost = actor, False
+        self._using = threading.Lock()
         self._set_description(description)
 
     def _set_description(self, description: Mapping[str, Any]) -> None:
@@ -72,43 +75,55 @@ class RayExecutor:
 
     def open(self) -> None:
         """Waits for a lost actor; Ray restarts it up to `RESTARTS` times if its host is still there."""
-        ray = _ray()
         until = time.monotonic() + RETURN_S
-        while self._lost:
-            try:
-                description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
-            except ray.exceptions.ActorUnavailableError as error:
-                if time.monotonic() > until:
-                    raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
-                time.sleep(1.0)
-            except ray.exceptions.RayError as error:
-                raise SchedulerError(f"it does not restart ({_reason(error)})") from error
-            else:
-                if "unable" in description:
-                    raise SchedulerError(description["unable"])
-                self._set_description(description)
-                self._lost = False
+        with self._using:
+            while self._lost:
+                self._reopen(until)
+
+    def _reopen(self, until: float) -> None:
+        ray = _ray()
+        try:
+            description = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
+        except ray.exceptions.ActorUnavailableError as error:
+            if time.monotonic() > until:
+                raise SchedulerError(f"it was unreachable for {RETURN_S:g} s") from error
+            time.sleep(1.0)
+        except ray.exceptions.RayError as error:
+            raise SchedulerError(f"it does not restart ({_reason(error)})") from error
+        else:
+            if "unable" in description:
+                raise SchedulerError(description["unable"])
+            self._set_description(description)
+            self._lost = False
 
     def search(self, task: Task, store: TrialStore, progress: Callable[[Progress], None]) -> Record:
-        ray = _ray()
-        key = key_of(task.operation, task.problem, self.hardware)
-        try:
-            ordered = order(task, self.hardware, self._environment, store)
-            stream = self._actor.search.options(num_returns="streaming").remote(ordered)
-            parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
-            return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
-        except ExecutorLost:
-            self._lost = True
-            raise
-        except ray.exceptions.RayTaskError:
-            raise  # a defect of this package, with its traceback
-        except ray.exceptions.RayError as error:
-            self._lost = True
-            raise ExecutorLost(f"it was lost ({_reason(error)})") from error
+        with self._using:
+            ray = _ray()
+            key = key_of(task.operation, task.problem, self.hardware)
+            try:
+                ordered = order(task, self.hardware, self._environment, store)
+                stream = self._actor.search.options(num_returns="streaming").remote(ordered)
+                parameters = TrialParameters(task.operation, task.problem, self.hardware.target)
+                return received(map(ray.get, stream), key, self._environment, store, progress, parameters)
+            except ExecutorLost:
+                self._lost = True
+                raise
+            except ray.exceptions.RayTaskError:
+                raise  # a defect of this package, with its traceback
+            except ray.exceptions.RayError as error:
+                self._lost = True
+                raise ExecutorLost(f"it was lost ({_reason(error)})") from error
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the actor or the cluster may be gone
             _ray().kill(self._actor)
+
+    def retire(self) -> None:
+        """Waits until no thread uses the killed actor; a thread that was abandoned (Ctrl-C) then never uses Ray again.
+
+        A call of Ray after its shutdown ends this process with status 1.
+        """
+        self._using.acquire(timeout=RETIRE_S)
 
 
 @contextlib.contextmanager
@@ -136,6 +151,7 @@ def executors(
     if starts_ray:
         _connect(address)
     actors: list[Any] = []
+    found: list[RayExecutor] = []
     try:
         options = options or RunnerOptions()
         room = _start_actors(options, actors)
@@ -145,6 +161,8 @@ def executors(
         for actor in actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
+        for executor in found:
+            executor.retire()
         if starts_ray:
             ray.shutdown()
 
