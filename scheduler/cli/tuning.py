@@ -241,14 +241,23 @@ def _tune(
 
     results: list[Result] = []
     try:
-        with shown_searches(several=executors is not None and len(executors) > 1) as shown:
-            progress = (lambda step: shown.search(step.task, step.search)) if alone else shown.step
-            # Closed here, so that an interrupt of this loop ends the job before its results are printed.
-            with contextlib.closing(jobs.run(tasks, executors, store=store, progress=progress, **how)) as ended:
-                for result in ended:
-                    results.append(result)
-                    if not alone:
-                        shown.ended(result)
+        # The job is closed here, so that an interrupt of this loop ends it before its results are printed.
+        with (
+            shown_searches(several=executors is not None and len(executors) > 1) as shown,
+            contextlib.closing(
+                jobs.run(
+                    tasks,
+                    executors,
+                    store=store,
+                    progress=(lambda step: shown.search(step.task, step.search)) if alone else shown.step,
+                    **how,
+                )
+            ) as ended,
+        ):
+            for result in ended:
+                results.append(result)
+                if not alone:
+                    shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
         results.sort(key=lambda result: written[id(result.task)])

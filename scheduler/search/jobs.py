@@ -175,9 +175,8 @@ def run(
                 match event:
                     case Result():
                         yield event
-                    case Step():
-                        if progress is not None:
-                            progress(event)
+                    case Step() if progress is not None:
+                        progress(event)
                     case Lost(executor_name, reason):
                         warn_safely(f"{executor_name} is no longer used: {reason}", stacklevel=3)
                     case BaseException():
