@@ -15,7 +15,7 @@ import numpy as np
 from search_spaces.operation import Params
 from search_spaces.problem import Tolerance
 from search_spaces.rows.derivative import Derivative, differentiate
-from search_spaces.rows.problem import RowProblem, TangentProblem
+from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Operand, Program
 from search_spaces.rows.reader import trace
 from search_spaces.rows.written import mapped
@@ -89,7 +89,7 @@ class FormulaProblem(RowProblem):
     """
 
     formula: ClassVar[Formula]
-    part: ClassVar[Literal["forward", "saving", "backward", "tangent"]] = "forward"
+    part: ClassVar[str] = ""  # of the derivative: "saving", "jvp" or "backward"
 
     columns: int
     dtype: str = "bfloat16"
@@ -103,7 +103,7 @@ class FormulaProblem(RowProblem):
         super().__post_init__()
 
     def program_of(self, **params: Any) -> Program:
-        if self.part == "forward":
+        if not self.part:
             found: Program = self.formula.of("forward", self, params)
             return found
         derivative: Derivative = self.formula.of("derivative", self, params)
@@ -117,7 +117,7 @@ class FormulaProblem(RowProblem):
 
     def reference(self, *args: jax.Array, **params: Any) -> Any:
         """Computes the formula itself; of a part of its derivative, the program."""
-        if self.part != "forward":
+        if self.part:
             return self.by_xla(*args, **params)
         function = functools.partial(self.formula.function, **params, **self._fixed())
         kinds = [of.kind for of in self.formula.operands.values()]
@@ -136,6 +136,10 @@ class FormulaProblem(RowProblem):
         return self.program_of()
 
     @property
+    def cotangents(self) -> int:
+        return len(self.derivative().moving) if self.part == "jvp" else 0
+
+    @property
     def columns_of_program(self) -> int:
         return self.columns
 
@@ -146,7 +150,7 @@ class FormulaProblem(RowProblem):
         Raises:
           TypeError, ValueError: dtypes or shapes that the formula does not take.
         """
-        if cls.part != "forward":
+        if cls.part:
             return cls._of_derivative(*arrays, **fields)
         named = dict(zip(cls.formula.operands, arrays, strict=True))
         (first, of), *_ = [(name, of) for name, of in cls.formula.operands.items() if of.kind == "row"]
@@ -198,7 +202,7 @@ class FormulaProblem(RowProblem):
         unit. ``ex2.approx`` is off by 2^-22 (PTX ISA). Its argument, with a magnitude below 32 where the result counts,
         is off by 2^-19. Values that the result's dtype cannot hold, or that are subnormal in float32, may become zero.
         """
-        if not self.formula.benign or self.part != "forward":
+        if not self.formula.benign or self.part:
             return super().tolerance()
         between = 1.5 * self._rounded_between()
         found = []
@@ -260,20 +264,10 @@ class QuantizedProblem(FormulaProblem):
         return dataclasses.replace(whole, rows=rows, columns=int(block))
 
 
-class FormulaTangentProblem(TangentProblem, FormulaProblem):
-    """The tangent of a formula."""
-
-    @property
-    def cotangents(self) -> int:
-        return len(self.derivative().moving)
-
-
-def problem_type(name: str, formula: Formula, part: str = "forward") -> type[FormulaProblem]:
-    """Returns the type of a formula's problems, or of those of a part of its derivative, with this name."""
+def problem_type(formula: Formula, part: str = "") -> type[FormulaProblem]:
+    """Returns the type of a formula's problems, or of those of a part of its derivative."""
     base = QuantizedProblem if formula.result_dtype else FormulaProblem
     base = WeightedProblem if any(of.dtype == "weight_dtype" for of in formula.operands.values()) else base
-    bases = (FormulaTangentProblem, base) if part == "tangent" else (base,)
-    made: type[FormulaProblem] = type(
-        name, bases, {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}
-    )
-    return made
+    name = "".join(map(str.capitalize, f"{formula.name}_{part}_problem".split("_")))
+    fields = {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}
+    return type(name, (base,), fields)
