@@ -14,10 +14,10 @@ from search_spaces.hopper import WARP, WARPGROUP, WARPS, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.mma.fragments import not_before_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, smem_resident
+from search_spaces.rows.hopper.chunks import smem_resident
 from search_spaces.rows.hopper.footprint import footprint
-from search_spaces.rows.hopper.partition import RegisterPlan
-from search_spaces.rows.hopper.pipeline import PersistentPipeline, persistent_pipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition
+from search_spaces.rows.hopper.pipeline import persistent_pipeline
 from search_spaces.rows.hopper.registers import run_in_registers
 from search_spaces.rows.hopper.space import MOST_ELEMENTS_BEFORE_HOPPER, RowSchedule, coalescing, space
 from search_spaces.rows.problem import RowProblem
@@ -73,7 +73,7 @@ def _run(p: RowProblem, program: Program, s: RowSchedule, target: Target, args: 
     columns = program.columns
     if s.residency in ("registers", "span", "ring"):
         return run_in_registers(program, RegisterPlan.of(columns, s), target.cores, p.results(), args, p.rows)
-    if s.residency in ("smem", "reread"):
-        return smem_resident(online(program), SmemResident.of(columns, s), p.results(), args, p.rows)
-    plan = PersistentPipeline.of(columns, s)
-    return persistent_pipeline(online(program), plan, target.cores, p.results(), args, p.rows)
+    program, plan = online(program), RowPartition.of(columns, s)
+    if s.residency == "pipeline":
+        return persistent_pipeline(program, plan, target.cores, p.results(), args, p.rows)
+    return smem_resident(program, plan, p.results(), args, p.rows)

@@ -17,45 +17,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper import WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.partition import LAYOUT, End, RowPartition, Rows, RowStart, Scratch, part_offset
+from search_spaces.rows.hopper.partition import (
+    LAYOUT,
+    End,
+    RowPartition,
+    Rows,
+    RowStart,
+    Scratch,
+    part_offset,
+    row_inputs,
+)
 from search_spaces.rows.hopper.registers import COMPILER_PARAMS
-from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, REDUCTION_BYTES, PartialsBuffer, ThreadLayout
+from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, PartialsBuffer, ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
-from search_spaces.space import round_up
-
-Plan = TypeVar("Plan", bound=RowPartition)
-
-
-def row_inputs(program: Program) -> tuple[int, ...]:
-    """Returns the inputs that are rows, each with chunks of its own."""
-    found = [x for x, read in enumerate(program.inputs) if program.operands[read.operand].kind == "row"]
-    return tuple(found)
-
-
-def chunk_bytes(program: Program) -> int:
-    """Returns the bytes of one element of all inputs that are rows."""
-    return sum(jnp.dtype(program.operands[program.inputs[x].operand].dtype).itemsize for x in row_inputs(program))
-
-
-def stage_arrays(program: Program, stages: int, chunk: int) -> tuple[Any, ...]:
-    dtypes = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
-    return tuple(plgpu.SMEM((stages, chunk), jnp.dtype(dtype)) for dtype in dtypes)
-
-
-def stages_bytes(program: Program, stages: Any, chunk: Any) -> Any:
-    dtypes = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
-    return sum(round_up(stages * chunk * jnp.dtype(dtype).itemsize, SMEM_ALIGNMENT) for dtype in dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +58,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta(Generic[Plan]):
+class Cta:
     """The values that one warpgroup of a CTA works with.
 
     Attributes:
@@ -91,7 +75,7 @@ class Cta(Generic[Plan]):
       scratch: SMEM.
     """
 
-    plan: Plan
+    plan: RowPartition
     program: Program
     buffer: PartialsBuffer
     refs: Sequence[Any]
@@ -260,9 +244,9 @@ def _no_load(value: int) -> jax.Array:
 
 
 def launch(
-    run: Callable[[Cta[Plan]], None],
+    run: Callable[[Cta], None],
     program: Program,
-    plan: Plan,
+    plan: RowPartition,
     results: Sequence[jax.ShapeDtypeStruct],
     arrays: Sequence[jax.Array],
     **grid: int,
@@ -319,51 +303,12 @@ def launch(
 
 
 # ------------------------------------------------------------------------------
-# SMEM-resident rows. Each stage is filled once, so there are no empty barriers.
-
-
-@dataclasses.dataclass(frozen=True)
-class SmemResident(RowPartition):
-    """Where the chunks of a CTA's part of a row are kept; fields may be `Columns` of schedules.
-
-    Attributes:
-      register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
-      reread: whether no chunk is kept: each stage reads the row again, from L2 as far as that holds it.
-    """
-
-    register_chunks: Any
-    reread: Any = False
-
-    @classmethod
-    def of(cls, columns: int, s: Any) -> SmemResident:
-        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
-        reread = s.residency == "reread"
-        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks, reread)
-
-    @property
-    def stages(self) -> Any:
-        """Chunks in SMEM."""
-        return np.where(self.reread, 0, self.chunks - self.register_chunks)
-
-    def smem_bytes(self, program: Program) -> Any:
-        barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
-        buffers = self.partials(program).smem_bytes(len(program.stages))
-        return stages_bytes(program, self.stages, self.chunk) + buffers + REDUCTION_BYTES + barriers
-
-    def scratch(self, program: Program) -> Scratch:
-        stages, buffer = int(self.stages), self.partials(program)
-        return Scratch(
-            arrived=buffer.barrier(),
-            full=plgpu.Barrier(num_arrivals=len(row_inputs(program)), num_barriers=stages) if stages else None,
-            empty=None,
-            stages=stage_arrays(program, stages, self.chunk) if stages else None,
-            partials=buffer.scratch(len(program.stages)),
-        )
+# SMEM-resident rows.
 
 
 def smem_resident(
     program: Program,
-    plan: SmemResident,
+    plan: RowPartition,
     results: Sequence[jax.ShapeDtypeStruct],
     arrays: Sequence[jax.Array],
     rows: int,
@@ -372,7 +317,7 @@ def smem_resident(
     return launch(_one_row, program, plan, results, arrays, row=rows)
 
 
-def _one_row(cta: Cta[SmemResident]) -> None:
+def _one_row(cta: Cta) -> None:
     """Processes one row, from its first load to its last store."""
     plan = cta.plan
     row = cta.row(lax.axis_index("row"))
@@ -436,7 +381,7 @@ def _one_row(cta: Cta[SmemResident]) -> None:
 
 
 def _reduce_chunks(
-    cta: Cta[SmemResident], row: Row, stage: Stage, found: Statistics, in_memory: Callable[[Any], list[Values]]
+    cta: Cta, row: Row, stage: Stage, found: Statistics, in_memory: Callable[[Any], list[Values]]
 ) -> Statistics:
     """Adds the chunks in SMEM, or in memory, to the statistics."""
     plan = cta.plan

@@ -12,9 +12,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
-from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition
-from search_spaces.rows.hopper.pipeline import PersistentPipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes, row_inputs
 from search_spaces.rows.hopper.space import coalescing, itemsizes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.stages import most_statistics
@@ -32,8 +30,8 @@ def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
         "registers": _of_registers,
         "span": _of_registers,
         "ring": _of_registers,
-        "smem": _of_smem,
-        "reread": _of_smem,
+        "smem": _of_chunks,
+        "reread": _of_chunks,
         "pipeline": _of_pipeline,
     }
     masks = [s.residency == residency for residency in parts]
@@ -94,26 +92,17 @@ def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
     )
 
 
-def _of_smem(p: RowProblem, s: Columns, cores: int) -> Footprint:
-    plan = SmemResident.of(p.program.columns, s)
-    return _footprint_of_chunks(p, s, plan, register_chunks=s.register_chunks, steps=1)
-
-
 def _of_pipeline(p: RowProblem, s: Columns, cores: int) -> Footprint:
-    plan = PersistentPipeline.of(p.program.columns, s)
-    return dataclasses.replace(
-        _footprint_of_chunks(p, s, plan, register_chunks=0, steps=plan.chunks), stages=s.stages, persistent=True
-    )
+    return dataclasses.replace(_of_chunks(p, s, cores), stages=s.stages, persistent=True)
 
 
-def _footprint_of_chunks(
-    p: RowProblem, s: Columns, plan: RowPartition, *, register_chunks: Any, steps: Any
-) -> Footprint:
-    program = online(p.program)
+def _of_chunks(p: RowProblem, s: Columns, cores: int) -> Footprint:
+    program, plan, register_chunks = online(p.program), RowPartition.of(p.program.columns, s), s.register_chunks
+    steps = plan.chunks if s.stages.any() else 1
     arrays, shared, operands = _Arrays(p), _Shared(p), len(row_inputs(program))
     costs, passes = program.costs(again=True), len(program.stages) + 1
     # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
-    reread = s.residency == "reread"
+    reread = plan.reread
     in_smem = np.where(reread, 0, plan.chunks - register_chunks)
     accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
     accesses = accesses + operands * np.where(reread, passes * plan.chunks * plan.chunk_lines, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARP, WARPS
+from search_spaces.jax_compat import plgpu
 from search_spaces.rows.hopper.thread_layout import (
     CLUSTER_RANK,
     REDUCTION_BYTES,
@@ -132,6 +132,24 @@ class RowEnds:
         return ends
 
 
+BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
+
+
+def row_inputs(program: Program) -> tuple[int, ...]:
+    """Returns the inputs that are rows, each with chunks of its own."""
+    return tuple(x for x, read in enumerate(program.inputs) if program.operands[read.operand].kind == "row")
+
+
+def row_dtypes(program: Program) -> tuple[Any, ...]:
+    """Returns the dtypes of these inputs."""
+    return tuple(jnp.dtype(program.operands[program.inputs[x].operand].dtype) for x in row_inputs(program))
+
+
+def chunk_bytes(program: Program) -> int:
+    """Returns the bytes of one element of all inputs that are rows."""
+    return sum(x.itemsize for x in row_dtypes(program))
+
+
 class Scratch(NamedTuple):
     """SMEM of a CTA, in the order of its layout; None for parts that a kernel lacks.
 
@@ -150,7 +168,7 @@ class Scratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowPartition(abc.ABC):
+class RowPartition:
     """A row in parts, one per CTA of a cluster, each in chunks of lines; fields may be `Columns` of schedules.
 
     A line is one access of all threads of a warp. The last part starts early enough to be whole, as does the last chunk
@@ -163,6 +181,13 @@ class RowPartition(abc.ABC):
       warpgroups: computing warpgroups of one CTA.
       accesses: accesses of a thread to a chunk: lines of each warp in it.
       cluster: CTAs that share a row.
+      register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
+      reread: whether no chunk is kept: each stage reads the row again, from L2 as far as that holds it.
+      pipeline: chunks that a CTA of a persistent pipeline has in SMEM at once; 0 if SMEM has all chunks of a row. A
+        chunk of one row is applied just before a chunk of the next row is reduced, and the next chunk to load takes its
+        stage. So there are stages for a row, for prefetched chunks, and for chunks in flight: more than `chunks` +
+        `prefetch`, because otherwise no load would have a stage before it is waited for.
+      prefetch: chunks of the next row that are reduced before statistics of this one are needed.
     """
 
     columns: int
@@ -170,6 +195,16 @@ class RowPartition(abc.ABC):
     warpgroups: Any
     accesses: Any
     cluster: Any
+    register_chunks: Any
+    reread: Any
+    pipeline: Any
+    prefetch: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> RowPartition:
+        """Returns the partition of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
+        threads, reread = (s.vector, s.warps // WARPS, s.accesses), s.residency == "reread"
+        return cls(columns, *threads, s.cluster, s.register_chunks, reread, s.stages, s.prefetch)
 
     @property
     def line(self) -> Any:
@@ -243,13 +278,30 @@ class RowPartition(abc.ABC):
         """Maximum number of elements of a row before its first multiple of an access."""
         return self.vector - np.gcd(self.columns, self.vector)
 
-    @abc.abstractmethod
+    @property
+    def stages(self) -> Any:
+        """Chunks in SMEM."""
+        return np.where(self.pipeline > 0, self.pipeline, np.where(self.reread, 0, self.chunks - self.register_chunks))
+
+    def _buffers(self, program: Program) -> Any:
+        return np.where(self.pipeline > 0, BUFFERS, len(program.stages))
+
     def smem_bytes(self, program: Program) -> Any:
         """Returns the SMEM of one CTA, exact to the byte: the size of `scratch`."""
+        barriers = (np.where(self.pipeline > 0, 2, 1) * self.stages + (self.cluster == 1)) * BARRIER_BYTES
+        chunks = sum(round_up(self.stages * self.chunk * x.itemsize, SMEM_ALIGNMENT) for x in row_dtypes(program))
+        return chunks + self.partials(program).smem_bytes(self._buffers(program)) + REDUCTION_BYTES + barriers
 
-    @abc.abstractmethod
     def scratch(self, program: Program) -> Scratch:
-        """Returns the SMEM to allocate."""
+        """Returns the SMEM to allocate. If SMEM has all chunks of a row, each stage is filled once, and never empty."""
+        stages, buffer, dtypes = int(self.stages), self.partials(program), row_dtypes(program)
+        return Scratch(
+            arrived=buffer.barrier(),
+            full=plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=stages) if stages else None,
+            empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=stages) if self.pipeline else None,
+            stages=tuple(plgpu.SMEM((stages, self.chunk), dtype) for dtype in dtypes) if stages else None,
+            partials=buffer.scratch(int(self._buffers(program))),
+        )
 
     def partials(self, program: Program) -> PartialsBuffer:
         return PartialsBuffer(most_statistics(program), WARPS * self.warpgroups, self.cluster)
@@ -332,8 +384,6 @@ class RowPartition(abc.ABC):
 
 # ------------------------------------------------------------------------------
 # Rows in registers.
-
-BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,7 @@ import numpy as np
 
 from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, not_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
-from search_spaces.rows.hopper.partition import RegisterPlan
-from search_spaces.rows.hopper.pipeline import PersistentPipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes, row_inputs
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program
 from search_spaces.space import Choice, Columns, Rule, Space
@@ -34,8 +32,7 @@ class RowSchedule:
     """A union of three schedules, tagged by `residency`: fields of the other residencies stay at their defaults.
 
     The dataclass is flat because columns, stores and samplers need it. Stores omit defaults, so a stored schedule has
-    the tag and the fields of its residency. Rules, footprints and kernels use separate types with only those fields:
-    `RegisterPlan`, `SmemResident` and `PersistentPipeline`.
+    the tag and the fields of its residency. Rules, footprints and kernels use `RegisterPlan` and `RowPartition`.
 
     Attributes:
       residency: where a row resides until it has been read completely: in "registers", or a "span" of it if elements
@@ -314,8 +311,8 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     columns, element_bytes = program.columns, chunk_bytes(program)
     row_bytes = columns * element_bytes
 
-    def plan(s: Any) -> SmemResident:
-        return SmemResident.of(columns, s)
+    def plan(s: Any) -> RowPartition:
+        return RowPartition.of(columns, s)
 
     def bytes_of_chunk(s: Any) -> Any:
         return plan(s).chunk * element_bytes
@@ -366,8 +363,8 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     columns, element_bytes = program.columns, chunk_bytes(program)
     row_bytes = columns * element_bytes
 
-    def plan(s: Any) -> PersistentPipeline:
-        return PersistentPipeline.of(columns, s)
+    def plan(s: Any) -> RowPartition:
+        return RowPartition.of(columns, s)
 
     def stages_bytes(s: Any) -> Any:
         return s.stages * plan(s).chunk * element_bytes
