@@ -197,19 +197,15 @@ def _bind_cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None = 
 
 
 SOFTMAX = row_operation(
-    Formula("softmax", softmax, {"x": Of()}, benign=True),
+    Formula(softmax, {"x": Of()}, benign=True),
     plain=jax.nn.softmax,
     front_end=_bind_softmax,
 )
 # There is no second program: users of the log-sum-exp of narrow rows need it in float32.
-SOFTMAX_WITH_LSE = row_operation(
-    Formula("softmax_with_lse", softmax_with_lse, {"x": Of()}, benign=True), front_end=_bind_softmax_with_lse
-)
-LOG_SOFTMAX = row_operation(
-    Formula("log_softmax", log_softmax, {"x": Of()}), plain=jax.nn.log_softmax, front_end=_bind_log_softmax
-)
+SOFTMAX_WITH_LSE = row_operation(Formula(softmax_with_lse, {"x": Of()}, benign=True), front_end=_bind_softmax_with_lse)
+LOG_SOFTMAX = row_operation(Formula(log_softmax, {"x": Of()}), plain=jax.nn.log_softmax, front_end=_bind_log_softmax)
 CROSS_ENTROPY = row_operation(
-    Formula("cross_entropy", cross_entropy, {"logits": Of(), "labels": Of("scalar", "int32")}),
+    Formula(cross_entropy, {"logits": Of(), "labels": Of("scalar", "int32")}),
     front_end=_bind_cross_entropy,
 )
 
@@ -283,18 +279,15 @@ def _bind_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS) -> Bou
 
 
 RMS_NORM = row_operation(
-    Formula("rms_norm", rms_norm, {"x": Of(), "weight": WEIGHT}, benign=True),
-    params=("eps",),
+    Formula(rms_norm, {"x": Of(), "weight": WEIGHT}, benign=True),
     front_end=_bind_rms_norm,
 )
 ADD_RMS_NORM = row_operation(
-    Formula("add_rms_norm", add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
-    params=("eps",),
+    Formula(add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
     front_end=_bind_add_rms_norm,
 )
 LAYER_NORM = row_operation(
-    Formula("layer_norm", layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
-    params=("eps",),
+    Formula(layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
     front_end=_bind_layer_norm,
 )
 
@@ -325,7 +318,7 @@ def _bind_silu_and_mul(x: Any) -> BoundCall[Any] | Unsupported:
 
 
 SILU_AND_MUL = row_operation(
-    Formula("silu_and_mul", silu_and_mul, {"x": Of(parts=2)}, benign=True),
+    Formula(silu_and_mul, {"x": Of(parts=2)}, benign=True),
     plain=_silu_and_mul_plain,
     # 4096 x 14336 in bfloat16 on an H200: XLA takes 135 us alone, the same as the kernel; 337 us in a training step of
     # Llama 3 8B, where it joins both halves of the gradient in another pass.
@@ -370,9 +363,7 @@ def _bind_quantize_rows(
     return _then(found, lambda both: (both[0].reshape(shape), both[1]))
 
 
-QUANTIZE_ROWS = row_operation(
-    Formula("quantize_rows", quantize_rows, {"x": Of()}, result_dtype=True), front_end=_bind_quantize_rows
-)
+QUANTIZE_ROWS = row_operation(Formula(quantize_rows, {"x": Of()}), front_end=_bind_quantize_rows)
 
 # Other modules import operations, also those of derivatives, and the types of their problems; processes load operations
 # by these names.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -39,28 +40,31 @@ class Of:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Formula:
-    """A named function of one row.
+    """A function of one row that is an operation of its name.
 
     Attributes:
-      function: of one row: arrays as in `operands`, and parameters of the call by name.
+      function: of one row: arrays as in `operands`, and keyword-only parameters: `result_dtype`, which is then a field
+        of problems, and parameters of calls, which change no schedule.
       operands: by name, rows first.
       benign: whether no step cancels: each result is then exact but for its rounding and 2^-18.
-      result_dtype: whether problems have a field `result_dtype`, which the function takes.
     """
 
-    name: str
     function: Callable[..., Any]
     operands: Mapping[str, Of]
     benign: bool = False
-    result_dtype: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @functools.cached_property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(x.name for x in inspect.signature(self.function).parameters.values() if x.kind is x.KEYWORD_ONLY)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (formulas live as long as the process)
     def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: Params) -> Any:
         found = [Operand(of.kind, dtype, of.parts) for of, dtype in zip(self.operands.values(), dtypes, strict=True)]
-        shapes = [
-            jax.ShapeDtypeStruct((x.parts * columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
-            for x in found
-        ]
+        shapes = [x.of_one_row(columns) for x in found]
         function = functools.partial(self.function, **dict(params))
         with jax.enable_x64(False):
             if part == "derivative":
@@ -129,7 +133,7 @@ class FormulaProblem(RowProblem):
 
     def _fixed(self) -> dict[str, Any]:
         """Returns the parameters of the formula that are fields of the problem."""
-        return {"result_dtype": vars(self)["result_dtype"]} if self.formula.result_dtype else {}
+        return {"result_dtype": vars(self)["result_dtype"]} if "result_dtype" in self.formula.parameters else {}
 
     @property
     def program(self) -> Program:
@@ -266,7 +270,7 @@ class QuantizedProblem(FormulaProblem):
 
 def problem_type(formula: Formula, part: str = "") -> type[FormulaProblem]:
     """Returns the type of a formula's problems, or of those of a part of its derivative."""
-    base = QuantizedProblem if formula.result_dtype else FormulaProblem
+    base = QuantizedProblem if "result_dtype" in formula.parameters else FormulaProblem
     base = WeightedProblem if any(of.dtype == "weight_dtype" for of in formula.operands.values()) else base
     name = "".join(map(str.capitalize, f"{formula.name}_{part}_problem".split("_")))
     fields = {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}

@@ -323,7 +323,6 @@ NAMED: dict[str, Operation[Any]] = {}
 def row_operation(
     formula: Formula,
     *,
-    params: tuple[str, ...] = (),
     plain: Callable[..., Any] | None = None,
     backward_loses_ties: bool = False,
     front_end: Callable[..., Any],
@@ -333,11 +332,12 @@ def row_operation(
     The others compute what the backward pass saves, too ("_saving"), the tangent ("_jvp") and the backward pass.
 
     Args:
-      params: names of the parameters of calls that change no schedule.
       plain: the program that users write, for `XlaRows`.
       backward_loses_ties: whether XLA's kernel of the backward pass loses ties (`Kernel.loses_ties`).
       front_end: as in `Operation`.
     """
+
+    params = tuple(x for x in formula.parameters if x != "result_dtype")
 
     def add(part: str, kernels: Kernels[Any], **rules: Any) -> Operation[Any]:
         name = f"{formula.name}_{part}" if part else formula.name

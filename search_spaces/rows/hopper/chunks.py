@@ -30,13 +30,11 @@ from search_spaces.rows.hopper.partition import (
     LAYOUT,
     End,
     RowPartition,
-    Rows,
     RowStart,
     Scratch,
-    part_offset,
     row_inputs,
 )
-from search_spaces.rows.hopper.registers import COMPILER_PARAMS
+from search_spaces.rows.hopper.registers import gpu_kernel
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, PartialsBuffer, ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
@@ -88,8 +86,18 @@ class Cta:
     overlap_of: Callable[[int], Any]
     scratch: Scratch
 
-    def rows(self, row: Any) -> Rows:
-        return Rows(self.program, self.refs, row, row_inputs(self.program))
+    def at(self, row: Any, value: int, index: Any) -> tuple[Any, Any]:
+        """Returns the reference of an input, and the index there of the element at `index` of rows without gaps."""
+        read, columns = self.program.inputs[value], self.program.columns
+        parts = self.program.operands[read.operand].parts
+        return self.refs[read.operand], index + _part_offset(columns, row, parts, read.part)
+
+    def load(self, layout: ThreadLayout, row: Any, index: Any) -> dict[int, jax.Array]:
+        """Loads the fragment at `index` of rows without gaps, for each input that is a row."""
+        return {x: layout.load_flat(*self.at(row, x, index)) for x in row_inputs(self.program)}
+
+    def load_ends(self, row: Row) -> list[End]:
+        return self.plan.load_ends(functools.partial(self.load, LAYOUT, row.index), row.start, self.warpgroup)
 
     def row(self, index: Any) -> Row:
         """Returns a row with the scalars that it has from the start."""
@@ -103,9 +111,8 @@ class Cta:
 
     def copy(self, row: Any, first: Any, stage: Any) -> None:
         """Starts the TMA bulk copies of a chunk into a stage; `first` is its index in rows without gaps."""
-        rows = self.rows(row)
-        for value, stages in zip(rows.values, self.scratch.stages, strict=True):
-            ref, index = rows.at(value, first)
+        for value, stages in zip(row_inputs(self.program), self.scratch.stages, strict=True):
+            ref, index = self.at(row, value, first)
             plgpu.copy_gmem_to_smem(
                 ref.at[pl.ds(index, self.plan.chunk)],
                 stages.at[stage],
@@ -209,7 +216,7 @@ class Cta:
         """Stores the results of some elements, the first of which is at `index` in rows without gaps."""
         for result, ref in zip(self.program.results, self.outs, strict=True):
             for part, atom in enumerate(result.values if result.kind == "row" else ()):
-                shift = part_offset(self.program.columns, row.index, len(result.values), part)
+                shift = _part_offset(self.program.columns, row.index, len(result.values), part)
                 store(ref, index + shift, narrowed(values, atom, result.dtype))
 
     def store_fragments(self, row: Row, first: Any, fragments: Sequence[Values]) -> None:
@@ -237,6 +244,11 @@ class Cta:
             known = Values(self.program, row.scalars, _no_load, lambda x: x)
             for result, ref in scalars:
                 ThreadLayout(WARPS, 1).store_scalars(ref, row.index, jnp.asarray(known[result.values[0]]))
+
+
+def _part_offset(columns: int, row: Any, parts: int, part: int) -> Any:
+    """Returns the distance of an element of a part of a row from its index in rows of a single part."""
+    return 0 if parts == 1 else (row * (parts - 1) + part) * columns
 
 
 def _no_load(value: int) -> jax.Array:
@@ -287,17 +299,9 @@ def launch(
     def prepared(x: jax.Array, kind: str) -> jax.Array:
         return plan.aligned_copies(x) if kind == "shared" else x.reshape(-1)
 
-    in_cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_RANK,)} if plan.cluster > 1 else {}
     flat = [jax.ShapeDtypeStruct((result.size,), result.dtype) for result in results]
-    made = plgpu.kernel(
-        kernel,
-        out_type=(*flat, *buffer.mailbox(rows * len(program.stages))),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=plan.warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
-        **in_cluster,
+    made = gpu_kernel(
+        kernel, [*flat, *buffer.mailbox(rows * len(program.stages))], grid, plan.warpgroups, plan.cluster
     )(*(prepared(x, o.kind) for x, o in zip(arrays, program.operands, strict=True)))
     return [x.reshape(result.shape) for x, result in zip(made, results, strict=False)]  # without a mailbox
 
@@ -306,19 +310,8 @@ def launch(
 # SMEM-resident rows.
 
 
-def smem_resident(
-    program: Program,
-    plan: RowPartition,
-    results: Sequence[jax.ShapeDtypeStruct],
-    arrays: Sequence[jax.Array],
-    rows: int,
-) -> list[jax.Array]:
-    """Runs the kernel, with a CTA for each part of a row."""
-    return launch(_one_row, program, plan, results, arrays, row=rows)
-
-
-def _one_row(cta: Cta) -> None:
-    """Processes one row, from its first load to its last store."""
+def one_row(cta: Cta) -> None:
+    """Processes one row, or a CTA's part of it, from its first load to its last store."""
     plan = cta.plan
     row = cta.row(lax.axis_index("row"))
     stages = int(plan.stages)
@@ -332,18 +325,11 @@ def _one_row(cta: Cta) -> None:
         def produce() -> None:
             lax.fori_loop(0, stages, copy, None)
 
-    rows = cta.rows(row.index)
     kept = [
-        [
-            {
-                v: plan.layout.load_flat(*rows.at(v, row.start.lines + cta.start_of(jnp.int32(chunk)) + at))
-                for v in rows.values
-            }
-            for at in cta.starts
-        ]
+        [cta.load(plan.layout, row.index, row.start.lines + cta.start_of(jnp.int32(chunk)) + at) for at in cta.starts]
         for chunk in range(plan.register_chunks)
     ]
-    ends = plan.load_ends(rows, row.start, cta.warpgroup)
+    ends = cta.load_ends(row)
 
     def in_registers(row: Row, chunk: int) -> list[Values]:
         return cta.fragments(row, cta.start_of(jnp.int32(chunk)), lambda number, value: kept[chunk][number][value])
@@ -351,7 +337,9 @@ def _one_row(cta: Cta) -> None:
     def in_memory(chunk: Any) -> list[Values]:
         first = cta.start_of(chunk)
         return cta.fragments(
-            row, first, lambda n, v: plan.layout.load_flat(*rows.at(v, row.start.lines + first + cta.starts[n]))
+            row,
+            first,
+            lambda n, v: plan.layout.load_flat(*cta.at(row.index, v, row.start.lines + first + cta.starts[n])),
         )
 
     for number in range(len(cta.program.stages)):

@@ -31,33 +31,6 @@ LAYOUT = ThreadLayout(warps=1, vector=1)
 ELEMENTS = LAYOUT.rows * LAYOUT.columns  # elements of a fragment: one per thread of a warpgroup
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Flat references to arrays of rows, and where an element of a row is in each.
-
-    Attributes:
-      refs: one for each operand; None if the operand has no rows.
-      row: index of the row.
-      values: the inputs of the program that are rows.
-    """
-
-    program: Program
-    refs: Sequence[Any]
-    row: Any
-    values: Sequence[int]
-
-    def at(self, value: int, index: Any) -> tuple[Any, Any]:
-        """Returns the reference of an input, and the index there of the element at `index` of rows without gaps."""
-        read = self.program.inputs[value]
-        parts = self.program.operands[read.operand].parts
-        return self.refs[read.operand], index + part_offset(self.program.columns, self.row, parts, read.part)
-
-
-def part_offset(columns: int, row: Any, parts: int, part: int) -> Any:
-    """Returns the distance of an element of a part of a row from its index in rows of a single part."""
-    return 0 if parts == 1 else (row * (parts - 1) + part) * columns
-
-
 class RowStart(NamedTuple):
     """The start of a row, and of its lines, a multiple of an access: element indices of the array."""
 
@@ -85,51 +58,6 @@ class End(NamedTuple):
         """Returns which elements count."""
         index = LAYOUT.element() + self.start
         return (index >= self.first) & (index < self.last)
-
-
-@dataclasses.dataclass(frozen=True)
-class RowEnds:
-    """The division of a row's ends into fragments; fields may be `Columns` of schedules.
-
-    Fragments after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
-    elements before the lines are one more fragment, aligned to the start of the row. Overlapping elements count once,
-    and are stored twice with the same bits.
-
-    Attributes:
-      columns: columns of a row.
-      in_lines: number of these in its lines.
-      before: maximum number of these before its lines.
-    """
-
-    columns: int
-    in_lines: Any
-    before: Any
-
-    @property
-    def fragments_after(self) -> Any:
-        """Fragments after the lines."""
-        return -(-(self.columns - self.in_lines) // ELEMENTS)
-
-    @property
-    def fragments(self) -> Any:
-        return self.fragments_after + (self.before > 0)
-
-    def load(self, rows: Rows, start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
-        """Loads the fragments of one of the `warpgroups` that share the row.
-
-        All warpgroups have the same number of fragments; some may not exist.
-        """
-        after, fragments = int(self.fragments_after), int(self.fragments)
-        ends = []
-        for offset in range(0, fragments, warpgroups):
-            number = warpgroup + offset
-            is_after, end_of_row = number < after, start.row + self.columns
-            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
-            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
-            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
-            loaded = {value: LAYOUT.load_flat(*rows.at(value, begin)) for value in rows.values}
-            ends.append(End(begin, loaded, first, last, number < fragments))
-        return ends
 
 
 BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
@@ -173,7 +101,7 @@ class RowPartition:
 
     A line is one access of all threads of a warp. The last part starts early enough to be whole, as does the last chunk
     of each part. A row need not consist of whole lines, nor start at a multiple of an access: its lines do, and the
-    elements before and after them are its `ends`.
+    elements before and after them are its ends.
 
     Attributes:
       columns: columns of a row.
@@ -222,8 +150,18 @@ class RowPartition:
         return self.row_lines * self.line
 
     @property
-    def ends(self) -> RowEnds:
-        return RowEnds(self.columns, self.in_lines, self._most_before)
+    def _fragments_after(self) -> Any:
+        return -(-(self.columns - self.in_lines) // ELEMENTS)
+
+    @property
+    def end_fragments(self) -> Any:
+        """Fragments of a row's ends, of which at most one is before its lines.
+
+        Those after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
+        one before the lines is aligned to the start of the row. Overlapping elements count once, and are stored twice
+        with the same bits.
+        """
+        return self._fragments_after + (self._most_before > 0)
 
     @property
     def part_lines(self) -> Any:
@@ -359,10 +297,26 @@ class RowPartition:
             return RowStart(first, first)
         return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
 
-    def load_ends(self, rows: Rows, start: RowStart, warpgroup: Any) -> list[End]:
-        """Returns the ends of a row that belong to this warpgroup of this CTA."""
-        first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
-        return self.ends.load(rows, start, first + warpgroup, self.warpgroups * self.cluster)
+    def load_ends(self, load: Callable[[Any], Mapping[int, jax.Array]], start: RowStart, warpgroup: Any) -> list[End]:
+        """Returns the ends of a row that belong to this warpgroup of this CTA.
+
+        All warpgroups have the same number of fragments; some may not exist.
+
+        Args:
+          load: loads the fragment at an index, for each input that is a row.
+        """
+        rank = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
+        own, warpgroups = rank + warpgroup, self.warpgroups * self.cluster
+        after, fragments = int(self._fragments_after), int(self.end_fragments)
+        ends = []
+        for offset in range(0, fragments, warpgroups):
+            number = own + offset
+            is_after, end_of_row = number < after, start.row + self.columns
+            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
+            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
+            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
+            ends.append(End(begin, load(begin), first, last, number < fragments))
+        return ends
 
     def aligned_copies(self, shared: jax.Array) -> jax.Array:
         """Returns the operand that all rows share, once for each of the `alignments`, concatenated.

@@ -23,8 +23,6 @@ releases a block of an operand after its step; here a chunk is read in two steps
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,26 +32,9 @@ from jax.experimental import pallas as pl
 
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.chunks import Cta, Row, launch
-from search_spaces.rows.hopper.partition import BUFFERS, RowPartition, persistent_ctas
-from search_spaces.rows.program import Program
+from search_spaces.rows.hopper.chunks import Cta, Row
+from search_spaces.rows.hopper.partition import BUFFERS
 from search_spaces.rows.stages import Stage, Statistics
-
-
-def persistent_pipeline(
-    program: Program,
-    plan: RowPartition,
-    cores: int,
-    results: Sequence[jax.ShapeDtypeStruct],
-    arrays: Sequence[jax.Array],
-    rows: int,
-) -> list[jax.Array]:
-    """Runs the kernel. Persistent CTAs, or clusters of them, take the rows in turn, with a fixed stride.
-
-    All should fit the chip at once. If they do not, the last ones start when the first have ended.
-    """
-    run = functools.partial(_rows, of_array=rows)
-    return launch(run, program, plan, results, arrays, persistent_cta=persistent_ctas(plan.cluster, cores, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +84,8 @@ class _Waves:
         return self.pipeline.stage(wave * self.chunks + chunk)
 
 
-def _rows(cta: Cta, of_array: int) -> None:
-    """Processes all rows of a persistent CTA."""
+def all_rows(cta: Cta, of_array: int) -> None:
+    """Processes all rows of a persistent CTA. Persistent CTAs, or clusters of them, take the rows in turn."""
     first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
     waves = lax.div(of_array - 1 - first + stride, stride)
     pipeline = Pipeline(cta.plan.pipeline, 1, cta.scratch.full, cta.scratch.empty)
@@ -146,7 +127,7 @@ def _wave(
         return _reduce(rows, wave, chunk, found, overlap)
 
     row = cta.row(rows.row(wave))
-    ends = plan.load_ends(cta.rows(row.index), row.start, cta.warpgroup)
+    ends = cta.load_ends(row)
     first = prefetch
     if not prefetch and plan.part_overlap:
         found, first = step(jnp.int32(0), found, overlap=cta.overlap_of(0)), 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -198,11 +199,7 @@ def _weight(program: Program) -> int:
 
 
 def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) -> Residency:
-    program = p.program
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
-
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
     return Residency(
         choices={
             "warps": (4, 1),
@@ -227,10 +224,7 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) ->
 
 
 def _span(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
-    program = p.program
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
 
     def blocks(s: Any) -> Any:
         return plan(s).grid(p.rows, cores) * plan(s).spans
@@ -261,15 +255,12 @@ def _span(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
 
 
 def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
-    program = p.program
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
     aligned = all(
         x.parts * program.columns * jnp.dtype(x.dtype).itemsize % ACCESS_BYTES == 0
         for x in program.operands
         if x.kind == "row"
     )
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
 
     def ring_bytes(s: Any) -> Any:
         return plan(s).smem_bytes(program)
@@ -309,10 +300,7 @@ def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     program = p.program
     columns, element_bytes = program.columns, chunk_bytes(program)
-    row_bytes = columns * element_bytes
-
-    def plan(s: Any) -> RowPartition:
-        return RowPartition.of(columns, s)
+    row_bytes, plan = columns * element_bytes, functools.partial(RowPartition.of, columns)
 
     def bytes_of_chunk(s: Any) -> Any:
         return plan(s).chunk * element_bytes
@@ -361,10 +349,7 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     program = p.program
     columns, element_bytes = program.columns, chunk_bytes(program)
-    row_bytes = columns * element_bytes
-
-    def plan(s: Any) -> RowPartition:
-        return RowPartition.of(columns, s)
+    row_bytes, plan = columns * element_bytes, functools.partial(RowPartition.of, columns)
 
     def stages_bytes(s: Any) -> Any:
         return s.stages * plan(s).chunk * element_bytes

@@ -31,7 +31,7 @@ from search_spaces.rows.hopper.channel_layout import (
     kept_inputs,
     opaque,
 )
-from search_spaces.rows.hopper.registers import COMPILER_PARAMS
+from search_spaces.rows.hopper.registers import gpu_kernel
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, most_statistics, with_scalars
@@ -380,15 +380,6 @@ def launch(
         else:
             body({"chunks": {}, "partials": None, "exchanged": None, "arrived": ()})
 
-    in_cluster = {"cluster": (cluster,), "cluster_names": (CLUSTER_RANK,)} if cluster > 1 else {}
-    made = plgpu.kernel(
-        kernel,
-        out_type=tuple(outs),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
-        **in_cluster,
-    )(*(x.reshape(shape(x, o.kind)) for x, o in zip(arrays, program.operands, strict=True)))
+    inputs = (x.reshape(shape(x, o.kind)) for x, o in zip(arrays, program.operands, strict=True))
+    made = gpu_kernel(kernel, outs, grid, warpgroups, cluster)(*inputs)
     return [x.reshape(s.shape) for x, s in zip(made, results, strict=False)]
