@@ -60,7 +60,7 @@ class Builder(Equations):
         if isinstance(atom, Number):
             return False
         if atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].kind != "shared"
+            return self.source(atom).kind != "shared"
         if atom not in self._of_rows:
             self._of_rows[atom] = any(map(self.of_rows, self.equations[atom - len(self.inputs)].inputs))
         return self._of_rows[atom]
@@ -267,7 +267,7 @@ class Builder(Equations):
     def _exact(self, atom: Atom) -> str:
         """Returns the narrow dtype that certainly holds a value; "" if there is none."""
         if isinstance(atom, int) and atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].dtype
+            return self.source(atom).dtype
         rounded = self.made_by(atom, "round")
         return str(rounded.params[0]) if rounded else ""
 

@@ -118,8 +118,16 @@ class Equations:
         if isinstance(atom, Number):
             return False
         if atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].kind in ("row", "shared")
+            return self.source(atom).kind in ("row", "shared")
         return self.equations[atom - len(self.inputs)].vector
+
+    def source(self, value: int) -> Operand:
+        """Returns the operand of an input."""
+        return self.operands[self.inputs[value].operand]
+
+    def inputs_of(self, kind: Kind) -> tuple[int, ...]:
+        """Returns the inputs that are of operands of this kind."""
+        return tuple(x for x in range(len(self.inputs)) if self.source(x).kind == kind)
 
     def equation(self, atom: Atom) -> Equation | None:
         """Returns the equation that computes a value; None for inputs and numbers."""
@@ -132,7 +140,7 @@ class Equations:
         if isinstance(atom, Number):
             return atom.dtype
         equation = self.equation(atom)
-        return within(self.operands[self.inputs[atom].operand].dtype) if equation is None else equation.dtype
+        return within(self.source(atom).dtype) if equation is None else equation.dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ from search_spaces.rows.hopper.partition import (
     RowPartition,
     RowStart,
     Scratch,
-    row_inputs,
 )
 from search_spaces.rows.hopper.registers import gpu_kernel
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, PartialsBuffer, ThreadLayout
@@ -94,7 +93,7 @@ class Cta:
 
     def load(self, layout: ThreadLayout, row: Any, index: Any) -> dict[int, jax.Array]:
         """Loads the fragment at `index` of rows without gaps, for each input that is a row."""
-        return {x: layout.load_flat(*self.at(row, x, index)) for x in row_inputs(self.program)}
+        return {x: layout.load_flat(*self.at(row, x, index)) for x in self.program.inputs_of("row")}
 
     def load_ends(self, row: Row) -> list[End]:
         return self.plan.load_ends(functools.partial(self.load, LAYOUT, row.index), row.start, self.warpgroup)
@@ -111,7 +110,7 @@ class Cta:
 
     def copy(self, row: Any, first: Any, stage: Any) -> None:
         """Starts the TMA bulk copies of a chunk into a stage; `first` is its index in rows without gaps."""
-        for value, stages in zip(row_inputs(self.program), self.scratch.stages, strict=True):
+        for value, stages in zip(self.program.inputs_of("row"), self.scratch.stages, strict=True):
             ref, index = self.at(row, value, first)
             plgpu.copy_gmem_to_smem(
                 ref.at[pl.ds(index, self.plan.chunk)],
@@ -165,7 +164,7 @@ class Cta:
 
     def in_stage(self, row: Row, first: Any, stage: Any) -> list[Values]:
         """Returns this warpgroup's fragments of the chunk in a stage."""
-        stages = dict(zip(row_inputs(self.program), self.scratch.stages, strict=True))
+        stages = dict(zip(self.program.inputs_of("row"), self.scratch.stages, strict=True))
         layout = self.plan.layout
         return self.fragments(
             row, first, lambda number, value: layout.load_flat(stages[value].at[stage], self.starts[number])
@@ -173,7 +172,7 @@ class Cta:
 
     def share_of_stage(self, row: Row, first: Any, stage: Any) -> Values:
         """Returns this warpgroup's share of the chunk in a stage as one array."""
-        stages = dict(zip(row_inputs(self.program), self.scratch.stages, strict=True))
+        stages = dict(zip(self.program.inputs_of("row"), self.scratch.stages, strict=True))
         layout = self.plan.chunk_layout
         loaded = {value: layout.load(ref.at[stage], self.share) for value, ref in stages.items()}
         offset = row.start.lines - row.start.row + first + self.share

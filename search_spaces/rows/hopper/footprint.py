@@ -12,7 +12,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes, row_inputs
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes
 from search_spaces.rows.hopper.space import coalescing, itemsizes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.stages import most_statistics
@@ -72,7 +72,7 @@ def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
     costs = program.costs(again=False)
     elements = rows * plan.accesses * WARP * s.warps * s.vector
     sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
-    held = s.rows + arrays.itemsize / 4 + len(row_inputs(program)) - 1 + sums + 1.25 * (sums > 0)
+    held = s.rows + arrays.itemsize / 4 + len(program.inputs_of("row")) - 1 + sums + 1.25 * (sums > 0)
     registers = _RESIDENT_REGISTERS + held * plan.accesses * s.vector
     step = Phase(
         mufu_ops=costs[1] * elements,
@@ -101,7 +101,7 @@ def _of_pipeline(p: RowProblem, s: Columns, cores: int) -> Footprint:
 def _of_chunks(p: RowProblem, s: Columns, cores: int) -> Footprint:
     program, plan, register_chunks = online(p.program), RowPartition.of(p.program.columns, s), s.register_chunks
     steps = plan.chunks if s.stages.any() else 1
-    arrays, operands = _Arrays(p), len(row_inputs(program))
+    arrays, operands = _Arrays(p), len(program.inputs_of("row"))
     costs, passes = program.costs(again=True), len(program.stages) + 1
     # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
     reread = plan.reread
@@ -156,7 +156,7 @@ class _Arrays:
 
     def __init__(self, p: RowProblem) -> None:
         operands, results = zip(p.operands(), p.arrays[0], strict=True), zip(p.results(), p.arrays[1], strict=True)
-        self.count = len(row_inputs(p.program)) + sum(x.parts for x in p.arrays[1] if x.kind == "row")
+        self.count = len(p.program.inputs_of("row")) + sum(x.parts for x in p.arrays[1] if x.kind == "row")
         shared, self.read = list[Any](), list[tuple[str, int]]()
         for number, (x, of) in enumerate(operands, 1):
             if of.kind in ("row", "scalar"):

@@ -63,14 +63,9 @@ class End(NamedTuple):
 BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
 
 
-def row_inputs(program: Program) -> tuple[int, ...]:
-    """Returns the inputs that are rows, each with chunks of its own."""
-    return tuple(x for x, read in enumerate(program.inputs) if program.operands[read.operand].kind == "row")
-
-
 def row_dtypes(program: Program) -> tuple[Any, ...]:
-    """Returns the dtypes of these inputs."""
-    return tuple(jnp.dtype(program.operands[program.inputs[x].operand].dtype) for x in row_inputs(program))
+    """Returns the dtypes of the inputs that are rows, each with chunks of its own."""
+    return tuple(jnp.dtype(program.source(x).dtype) for x in program.inputs_of("row"))
 
 
 def chunk_bytes(program: Program) -> int:

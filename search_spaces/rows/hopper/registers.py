@@ -240,7 +240,7 @@ class _Block:
     def _vectors(self, kind: str) -> list[int]:
         """Returns the inputs of this kind that a stage reads."""
         read = sorted(frozenset().union(*self.program.reads))
-        return [x for x in read if self.program.operands[self.program.inputs[x].operand].kind == kind]
+        return [x for x in read if self.program.source(x).kind == kind]
 
     def _from_memory(self, value: int, row: Any, step: int, start: int) -> jax.Array:
         """Loads a fragment of an input from device memory."""

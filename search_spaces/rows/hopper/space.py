@@ -12,7 +12,7 @@ import numpy as np
 
 from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, not_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes, row_inputs
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program
 from search_spaces.space import Choice, Columns, Rule, Space
@@ -68,7 +68,7 @@ class RowSchedule:
 
 def itemsizes(program: Program) -> tuple[int, ...]:
     """Returns the bytes of an element of each array of rows that is read or written."""
-    read = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
+    read = [program.source(x).dtype for x in program.inputs_of("row")]
     written = [x.dtype for x in program.results for _ in x.values if x.kind == "row"]
     return tuple(jnp.dtype(dtype).itemsize for dtype in (*read, *written))
 
@@ -195,7 +195,7 @@ def _for_residency(residency: str, rule: Rule) -> Rule:
 def _weight(program: Program) -> int:
     """Returns how many arrays of elements a thread holds at once, in units of the smallest program: one row."""
     sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
-    return max(1, len(row_inputs(program)) + 2 * sums)
+    return max(1, len(program.inputs_of("row")) + 2 * sums)
 
 
 def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) -> Residency:
@@ -384,7 +384,7 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 
 def _of_chunks(program: Program, kind: str) -> dict[str, Rule]:
     """Returns rules for rows in chunks."""
-    columns, narrowest = program.columns, min(itemsizes(program)[: len(row_inputs(program))])
+    columns, narrowest = program.columns, min(itemsizes(program)[: len(program.inputs_of("row"))])
     any_length = not program.has_parts or columns % 8 == 0
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (

@@ -76,7 +76,7 @@ class Cta:
     def run(self) -> None:
         scalars = self._first_scalars()
         of_channels = self.plan.shared_axis == "channels"
-        shared = {x: self._shared(x) for x in self._inputs("shared") if of_channels}
+        shared = {x: self._shared(x) for x in self.program.inputs_of("shared") if of_channels}
         for number in range(len(self.program.stages)):
             stage = Stage(self.program, number)
             found = self._reduce(stage, scalars, shared, backwards=bool(number % 2))
@@ -110,15 +110,11 @@ class Cta:
             carry = lax.fori_loop(begin, opaque(end), step, carry) if end > begin else carry
         return carry
 
-    def _inputs(self, kind: str) -> list[int]:
-        found = enumerate(self.program.inputs)
-        return [x for x, read in found if self.program.operands[read.operand].kind == kind]
-
     def _first_scalars(self) -> dict[int, jax.Array]:
         found = {}
-        for x in self._inputs("number"):
+        for x in self.program.inputs_of("number"):
             found[x] = self.refs[self.program.inputs[x].operand][0]
-        for x in self._inputs("scalar"):
+        for x in self.program.inputs_of("scalar"):
             ref = self.refs[self.program.inputs[x].operand]
             found[x] = load(ref.at[self.sample * int(self.plan.blocks) + self.block], self.layout.of_numbers())
         found = {x: value.astype(within(str(value.dtype))) for x, value in found.items()}
@@ -187,7 +183,7 @@ class Cta:
         fragments = []
         for access, position in enumerate(positions):
             loaded = {}
-            for x in self._inputs("row"):
+            for x in self.program.inputs_of("row"):
                 if x in self.program.reads[stage]:
                     in_smem = self._in_smem(x, chunk, access) if kept and stage else None
                     loaded[x] = self._load(x, position) if in_smem is None else load(in_smem, self.layout.layout)
