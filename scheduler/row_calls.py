@@ -18,24 +18,10 @@ from scheduler.dispatch import calls
 from scheduler.tuned_calls import SHARED, Selection, public, selected
 from search_spaces.bindings import bindings_of
 from search_spaces.operation import Params
+from search_spaces.rows import formulas
 from search_spaces.rows.calls import RowFunction, inner_of
 from search_spaces.rows.channels import GROUP_NORM
-from search_spaces.rows.formulas import (
-    ADD_RMS_NORM,
-    CROSS_ENTROPY,
-    EPS,
-    LAYER_NORM,
-    LOG_SOFTMAX,
-    LOG_SOFTMAX_ROW,
-    QUANTIZE_ROWS,
-    RMS_NORM,
-    SILU_AND_MUL,
-    SOFTMAX,
-    SOFTMAX_ROW,
-    SOFTMAX_WITH_LSE,
-    SOFTMAX_WITH_LSE_ROW,
-    softmax_along,
-)
+from search_spaces.rows.formulas import EPS, softmax_along
 from search_spaces.rows.operation import ROWS, ROWS_ALONG
 
 # ------------------------------------------------------------------------------
@@ -50,7 +36,7 @@ def tuned_rms_norm(
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any, **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@public(RMS_NORM)
+@public(formulas.RMS_NORM)
 def tuned_rms_norm(
     x: Any, weight: Any, *, eps: float = EPS, residual: Any = None, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -85,10 +71,13 @@ def tuned_rms_norm(
     return calls.answer(_ADD_RMS_NORM, call_options, x, residual, weight)
 
 
-_RMS_NORM, _ADD_RMS_NORM = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(ADD_RMS_NORM, ("eps",))
+_RMS_NORM, _ADD_RMS_NORM = (
+    calls.Signature(formulas.RMS_NORM, ("eps",)),
+    calls.Signature(formulas.ADD_RMS_NORM, ("eps",)),
+)
 
 
-@public(LAYER_NORM)
+@public(formulas.LAYER_NORM)
 def tuned_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS, **selection: Unpack[Selection]) -> jax.Array:
     """Computes ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` along the last axis with the best known schedule.
 
@@ -114,7 +103,7 @@ def tuned_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS, **sele
     return calls.answer(_LAYER_NORM, call_options, x, weight, bias)
 
 
-_LAYER_NORM = calls.Signature(LAYER_NORM, ("eps",))
+_LAYER_NORM = calls.Signature(formulas.LAYER_NORM, ("eps",))
 
 
 @public(GROUP_NORM)
@@ -163,7 +152,7 @@ def tuned_softmax(
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: Literal[True], **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]: ...
-@public(SOFTMAX)
+@public(formulas.SOFTMAX)
 def tuned_softmax(
     x: Any, axis: int = -1, *, return_lse: bool = False, **selection: Unpack[Selection]
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -195,15 +184,20 @@ def tuned_softmax(
     """
     options, axis, with_lse = selected(tuned_softmax, selection), calls.axes(axis), calls.flag("return_lse", return_lse)
     if softmax_along(x, axis):
-        return calls.answer(_ALONG, (*options, SOFTMAX_WITH_LSE_ROW if with_lse else SOFTMAX_ROW, axis), x)
+        return calls.answer(
+            _ALONG, (*options, formulas.SOFTMAX_WITH_LSE_ROW if with_lse else formulas.SOFTMAX_ROW, axis), x
+        )
     return calls.answer(_SOFTMAX_WITH_LSE if with_lse else _SOFTMAX, (*options, axis), x)
 
 
 _ALONG = calls.Signature(ROWS_ALONG, ("function", "axis"))
-_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
+_SOFTMAX, _SOFTMAX_WITH_LSE = (
+    calls.Signature(formulas.SOFTMAX, ("axis",)),
+    calls.Signature(formulas.SOFTMAX_WITH_LSE, ("axis",)),
+)
 
 
-@public(LOG_SOFTMAX)
+@public(formulas.LOG_SOFTMAX)
 def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) -> jax.Array:
     """Computes ``jax.nn.log_softmax(x, axis)`` with the best known schedule for its shape on this chip.
 
@@ -223,11 +217,11 @@ def tuned_log_softmax(x: Any, axis: int = -1, **selection: Unpack[Selection]) ->
     """
     options, axis = selected(tuned_log_softmax, selection), calls.axes(axis)
     if softmax_along(x, axis):
-        return calls.answer(_ALONG, (*options, LOG_SOFTMAX_ROW, axis), x)
+        return calls.answer(_ALONG, (*options, formulas.LOG_SOFTMAX_ROW, axis), x)
     return calls.answer(_LOG_SOFTMAX, (*options, axis), x)
 
 
-@public(CROSS_ENTROPY)
+@public(formulas.CROSS_ENTROPY)
 def tuned_cross_entropy(
     logits: Any, labels: Any, *, ignore_index: int | None = None, **selection: Unpack[Selection]
 ) -> jax.Array:
@@ -257,15 +251,15 @@ def tuned_cross_entropy(
     return calls.answer(_CROSS_ENTROPY, (*selected(tuned_cross_entropy, selection), ignored), logits, labels)
 
 
-_LOG_SOFTMAX = calls.Signature(LOG_SOFTMAX, ("axis",))
-_CROSS_ENTROPY = calls.Signature(CROSS_ENTROPY, ("ignore_index",))
+_LOG_SOFTMAX = calls.Signature(formulas.LOG_SOFTMAX, ("axis",))
+_CROSS_ENTROPY = calls.Signature(formulas.CROSS_ENTROPY, ("ignore_index",))
 
 
 # ------------------------------------------------------------------------------
 # Gates and quantization.
 
 
-@public(SILU_AND_MUL)
+@public(formulas.SILU_AND_MUL)
 def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
     """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
 
@@ -291,7 +285,7 @@ def tuned_silu_and_mul(x: Any, **selection: Unpack[Selection]) -> jax.Array:
     return calls.answer(_SILU_AND_MUL, selected(tuned_silu_and_mul, selection), x)
 
 
-@public(QUANTIZE_ROWS)
+@public(formulas.QUANTIZE_ROWS)
 def tuned_quantize_rows(
     x: Any, dtype: Any = jnp.float8_e4m3fn, *, block: int | None = None, **selection: Unpack[Selection]
 ) -> tuple[jax.Array, jax.Array]:
@@ -319,7 +313,10 @@ def tuned_quantize_rows(
     return calls.answer(_QUANTIZE_ROWS, call_options, x)
 
 
-_SILU_AND_MUL, _QUANTIZE_ROWS = calls.Signature(SILU_AND_MUL), calls.Signature(QUANTIZE_ROWS, ("result_dtype", "block"))
+_SILU_AND_MUL, _QUANTIZE_ROWS = (
+    calls.Signature(formulas.SILU_AND_MUL),
+    calls.Signature(formulas.QUANTIZE_ROWS, ("result_dtype", "block")),
+)
 
 
 # ------------------------------------------------------------------------------

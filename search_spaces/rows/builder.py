@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.rows.elementwise import REDUCTIONS
-from search_spaces.rows.program import Atom, Equation, Input, Number, Operand, Program, Result, within
+from search_spaces.rows.program import Atom, Equation, Equations, Input, Number, Operand, Program, Result, within
 
 
 class NoProgram(Exception):
@@ -27,7 +27,7 @@ class NoProgram(Exception):
 _BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_nonzero"})
 
 
-class Builder:
+class Builder(Equations):
     """Equations of a program, each distinct one once, simplified as the module allows."""
 
     def __init__(self, columns: int, operands: Sequence[Operand], *, distributes: bool = False) -> None:
@@ -42,6 +42,7 @@ class Builder:
         self.equations: list[Equation] = []
         self.known: dict[Any, int] = {}
         self._of_rows: dict[int, bool] = {}
+        self._levels: dict[Equation, int] = {}
 
     def program(self, results: Sequence[Result]) -> Program:
         """Returns the program of the equations that the results need; operands that it does not read stay."""
@@ -54,52 +55,29 @@ class Builder:
         self.inputs.append(Input(operand, part))
         return len(self.inputs) - 1
 
-    def is_vector(self, atom: Atom) -> bool:
-        if isinstance(atom, Number):
-            return False
-        if atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].kind in ("row", "shared")
-        return self.equations[atom - len(self.inputs)].vector
-
     def of_rows(self, atom: Atom) -> bool:
         """Returns whether a value differs between rows."""
         if isinstance(atom, Number):
             return False
         if atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].kind != "shared"
+            return self.source(atom).kind != "shared"
         if atom not in self._of_rows:
             self._of_rows[atom] = any(map(self.of_rows, self.equations[atom - len(self.inputs)].inputs))
         return self._of_rows[atom]
 
     def made_by(self, atom: Atom, *names: str) -> Equation | None:
         """Returns the equation of a value if it has one of these names."""
-        if isinstance(atom, Number) or atom < len(self.inputs):
-            return None
-        equation = self.equations[atom - len(self.inputs)]
-        return equation if equation.name in names else None
-
-    def dtype(self, atom: Atom) -> str:
-        if isinstance(atom, Number):
-            return atom.dtype
-        if atom < len(self.inputs):
-            return within(self.operands[self.inputs[atom].operand].dtype)
-        return self.equations[atom - len(self.inputs)].dtype
+        equation = self.equation(atom)
+        return equation if equation is not None and equation.name in names else None
 
     def level(self, atom: Atom) -> int:
-        if isinstance(atom, Number) or atom < len(self.inputs):
+        """Returns the number of reductions on the longest path to a value."""
+        if (equation := self.equation(atom)) is None:
             return 0
-        equation = self.equations[atom - len(self.inputs)]
-        return self._level_of(equation)
-
-    def _level_of(self, equation: Equation) -> int:
         if equation not in self._levels:
             below = max((self.level(x) for x in equation.inputs), default=0)
             self._levels[equation] = below + (equation.name in REDUCTIONS)
         return self._levels[equation]
-
-    @functools.cached_property
-    def _levels(self) -> dict[Equation, int]:
-        return {}
 
     def emit(self, name: str, *inputs: Atom, params: tuple[Any, ...] = (), dtype: str = "") -> Atom:
         """Returns the value of an equation: one that is known, a simpler one, or a new one."""
@@ -109,7 +87,7 @@ class Builder:
             dtype = "bool"
         elif not dtype:
             dtype = self.dtype(inputs[-1])
-        vector = name == "index" or (name not in REDUCTIONS and any(map(self.is_vector, inputs)))
+        vector = name == "index" or (name not in REDUCTIONS and any(map(self.vector, inputs)))
         return self._add(Equation(name, inputs, vector, dtype, params))
 
     def _add(self, equation: Equation) -> int:
@@ -133,9 +111,7 @@ class Builder:
             # XLA's simplifier, too, makes A / constant, and A / broadcast(B), a product with the reciprocal.
             case ("div", [_, b]) if b is not None and b != 0 and math.isfinite(b):
                 return self.emit("mul", inputs[0], Number(float(1 / np.float32(b))))
-            case ("div", [None, None]) if (
-                self.columns > 1 and self.is_vector(inputs[0]) and not self.is_vector(inputs[1])
-            ):
+            case ("div", [None, None]) if self.columns > 1 and self.vector(inputs[0]) and not self.vector(inputs[1]):
                 return self.emit("mul", inputs[0], self.emit("div", Number(1.0), inputs[1]))
             # XLA's simplifier, too, makes a product with a converted truth value of its shape a select, also of NaN.
             case ("mul", _) if (masked := self._masked(*inputs) or self._masked(*inputs[::-1])) is not None:
@@ -160,7 +136,7 @@ class Builder:
     def _masked(self, x: Atom, mask: Atom) -> tuple[Atom, Atom] | None:
         """Returns a truth value and x if `mask` is that value as float32, and no broadcast to the shape of x."""
         made = self.made_by(mask, "bool_to_float")
-        if made is None or self.is_vector(x) > made.vector or self.of_rows(x) > self.of_rows(mask):
+        if made is None or self.vector(x) > made.vector or self.of_rows(x) > self.of_rows(mask):
             return None
         return made.inputs[0], x
 
@@ -169,7 +145,7 @@ class Builder:
 
     def reduce(self, name: str, atom: Atom) -> Atom:
         """Returns the reduction of a value along the row."""
-        if not self.is_vector(atom):  # XLA's simplifier, too, makes a reduction of a broadcast a product
+        if not self.vector(atom):  # XLA's simplifier, too, makes a reduction of a broadcast a product
             return self.emit("mul", atom, Number(float(self.columns))) if name == "reduce_sum" else atom
         if self.columns == 1 and self.dtype(atom) == "float32":
             name = "reduce_max"  # exact: the element itself, also -0, as XLA has it; 0 + -0 is 0
@@ -179,7 +155,7 @@ class Builder:
                 (sign, *(self._factors(x) if self.level(x) == self.level(atom) else ([], x)))
                 for sign, x in self._terms(atom)
             ]
-            if all(self.is_vector(rest) and self.level(rest) < self.level(atom) for _, _, rest in terms):
+            if all(self.vector(rest) and self.level(rest) < self.level(atom) for _, _, rest in terms):
                 sums: list[Atom] = []
                 for sign, factors, rest in terms:
                     total = functools.reduce(lambda x, y: self.emit("mul", x, y), factors, self.reduce(name, rest))
@@ -211,7 +187,7 @@ class Builder:
 
     def _factors(self, atom: Atom) -> tuple[list[Atom], Atom]:
         """Returns the factors of a product that are scalars per row, and the product of the others."""
-        if not self.is_vector(atom):
+        if not self.vector(atom):
             return [atom], Number(1.0)
         if (negated := self.made_by(atom, "neg")) is not None:
             factors, rest = self._factors(negated.inputs[0])
@@ -291,7 +267,7 @@ class Builder:
     def _exact(self, atom: Atom) -> str:
         """Returns the narrow dtype that certainly holds a value; "" if there is none."""
         if isinstance(atom, int) and atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].dtype
+            return self.source(atom).dtype
         rounded = self.made_by(atom, "round")
         return str(rounded.params[0]) if rounded else ""
 
@@ -438,6 +414,6 @@ def _exponent(make: Builder, atom: Atom) -> tuple[Atom, Atom] | None:
     if (power := make.made_by(atom, "exp")) is None or (less := make.made_by(power.inputs[0], "sub")) is None:
         return None
     x, shift = less.inputs
-    if not make.is_vector(x) or make.is_vector(shift) or make.level(shift) <= make.level(x):
+    if not make.vector(x) or make.vector(shift) or make.level(shift) <= make.level(x):
         return None
     return x, shift

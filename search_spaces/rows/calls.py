@@ -21,10 +21,11 @@ from search_spaces.operation import NO_PARAMS, BoundCall, Params, Unsupported
 from search_spaces.partitioning_compat import empty_mesh
 from search_spaces.problem import as_tuple
 from search_spaces.rows.builder import NoProgram
-from search_spaces.rows.keys import is_key, key_of, words_of
+from search_spaces.rows.keys import key_of, words_of
 from search_spaces.rows.named import Formula, FormulaProblem
 from search_spaces.rows.problem import ProgramAlongProblem, ProgramProblem, RowProblem
 from search_spaces.rows.reader import trace
+from search_spaces.rows.translation import is_key
 from search_spaces.rows.written import Written, mapped, remember
 
 

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.front_end import in_front, unsupported_reason, weakly_typed
-from search_spaces.kernel import Library, LibraryKernel
 from search_spaces.operation import BoundCall, Kernels, Operation, Unsupported
 from search_spaces.problem import Problem, Tolerance, nbytes
 from search_spaces.rows.calls import formula_dtype
 from search_spaces.rows.formulas import EPS, LayerNormProblem, require_like_rows
 from search_spaces.rows.named import DTYPES
-from search_spaces.rows.operation import CHANNELS
+from search_spaces.rows.operation import CHANNELS, XlaRows
 from search_spaces.rows.program import Program
 from search_spaces.sharding import Sharding
-from search_spaces.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +95,8 @@ class GroupNormProblem(Problem):
     def reference(self, *args: jax.Array, **params: Any) -> jax.Array:
         return group_norm(*args, group=self.group, **params)
 
+    by_xla = reference
+
     @property
     def flops(self) -> float:
         return float(self.rows.flops)
@@ -129,15 +129,6 @@ def group_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, *, group: int, 
     centred = grouped - jnp.mean(grouped, (1, 3), keepdims=True)
     norm = centred * lax.rsqrt(jnp.mean(centred * centred, (1, 3), keepdims=True) + eps)
     return norm.reshape(x.shape) * weight.astype(wide) + bias.astype(wide)
-
-
-class XlaGroupNorm(LibraryKernel[GroupNormProblem]):
-    """The formula in float32, as XLA fuses it."""
-
-    version = 1
-
-    def run(self, problem: GroupNormProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
-        return problem.reference(*args, **params).astype(problem.dtype)
 
 
 def _bind(x: Any, weight: Any, bias: Any, *, groups: int, eps: float = EPS) -> BoundCall[Any] | Unsupported:
@@ -182,7 +173,7 @@ _SHARDING: Sharding[GroupNormProblem] = Sharding(
 GROUP_NORM: Operation[GroupNormProblem] = Operation(
     "group_norm",
     GroupNormProblem,
-    Kernels(CHANNELS, XlaGroupNorm()),
+    Kernels(CHANNELS, XlaRows()),
     params=("eps",),
     front_end=_bind,
     batch=_batch,

@@ -131,10 +131,7 @@ def differentiate(
 
 def as_function(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], list[str], list[int]]:
     """Returns a program as the arguments of `differentiate`: function, shapes, kinds, and indices of sums over rows."""
-    shapes = [
-        jax.ShapeDtypeStruct((x.parts * program.columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
-        for x in program.operands
-    ]
+    shapes = [x.of_one_row(program.columns) for x in program.operands]
     kinds = [x.kind for x in program.operands]
 
     def function(*arrays: jax.Array) -> list[jax.Array]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,10 @@ from jax import lax
 
 from search_spaces.derivative_rules import KNOWN, Known
 from search_spaces.front_end import require_array
-from search_spaces.operation import BoundCall, Unsupported
+from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.rows.calls import RowFunction, bind_formula, inner_of
 from search_spaces.rows.named import DTYPES, RESULT_DTYPES, Formula, FormulaProblem, Of
-from search_spaces.rows.operation import row_operations
+from search_spaces.rows.operation import NAMED, row_operation
 
 EPS = 1e-6
 WEIGHT = Of("shared", "weight_dtype")
@@ -107,7 +107,7 @@ def cross_entropy(x: jax.Array, label: jax.Array) -> jax.Array:
     return jnp.where(inside, jnp.log(jnp.sum(jnp.exp(y - most))) - chosen, jnp.nan)
 
 
-def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) -> BoundCall[Any] | Unsupported:
+def bind_along(operation: Operation[Any], function: Any, x: Any, axis: Any) -> BoundCall[Any] | Unsupported:
     """Binds a call along the last axis with several elements; along another axis, XLA computes `function`.
 
     `scheduler.tuned_softmax` makes calls along another axis calls of `ROWS_ALONG` where these compute the same.
@@ -120,9 +120,9 @@ def bind_along(problem: type[FormulaProblem], function: Any, x: Any, axis: Any) 
         raise TypeError("x holds truth values, of which there is no softmax: use .astype")
     shape = jnp.shape(x)
     if shape and axis in (-1, len(shape) - 1):
-        return bind_formula(problem, x)
+        return bind_formula(operation.problem, x)
     if isinstance(axis, int) and -len(shape) <= axis < len(shape) and inner_of(x, axis) == 1:
-        bound = bind_formula(problem, jnp.reshape(x, shape[: axis % len(shape) + 1]))
+        bound = bind_formula(operation.problem, jnp.reshape(x, shape[: axis % len(shape) + 1]))
         if isinstance(bound, BoundCall):
             return dataclasses.replace(bound, restore=functools.partial(_reshaped, bound.problem, shape, axis))
     return Unsupported(f"{axis=} is not the last one of x {shape}", lambda: function(x, axis))
@@ -148,7 +148,7 @@ LOG_SOFTMAX_ROW = RowFunction(log_softmax, ("x",), ())
 
 def _bind_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
     """Binds a call of `scheduler.tuned_softmax`, with the same arguments."""
-    return bind_along(SoftmaxProblem, jax.nn.softmax, x, axis)
+    return bind_along(SOFTMAX, jax.nn.softmax, x, axis)
 
 
 def _bind_softmax_with_lse(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
@@ -159,12 +159,12 @@ def _bind_softmax_with_lse(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupp
         p, lse = jax.nn.softmax(y, axis), jax.nn.logsumexp(y, axis)
         return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else p, lse
 
-    return bind_along(SoftmaxWithLseProblem, along, x, axis)
+    return bind_along(SOFTMAX_WITH_LSE, along, x, axis)
 
 
 def _bind_log_softmax(x: Any, *, axis: Any = -1) -> BoundCall[Any] | Unsupported:
     """Binds a call of `scheduler.tuned_log_softmax`, with the same arguments."""
-    return bind_along(LogSoftmaxProblem, jax.nn.log_softmax, x, axis)
+    return bind_along(LOG_SOFTMAX, jax.nn.log_softmax, x, axis)
 
 
 def _then(found: BoundCall[Any] | Unsupported, last: Callable[[Any], Any]) -> BoundCall[Any] | Unsupported:
@@ -193,38 +193,21 @@ def _bind_cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None = 
         return _then(counted, lambda loss: jnp.where(ignored, jnp.zeros_like(loss), loss))
     if jnp.iinfo(labels.dtype).max > jnp.iinfo(jnp.int32).max:
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, jnp.shape(logits)[-1])
-    return bind_formula(CrossEntropyProblem, logits, labels.astype(jnp.int32))
+    return bind_formula(CROSS_ENTROPY.problem, logits, labels.astype(jnp.int32))
 
 
-_SOFTMAX = row_operations(
-    Formula("softmax", softmax, {"x": Of()}, benign=True),
-    "Softmax",
+SOFTMAX = row_operation(
+    Formula(softmax, {"x": Of()}, benign=True),
     plain=jax.nn.softmax,
     front_end=_bind_softmax,
 )
 # There is no second program: users of the log-sum-exp of narrow rows need it in float32.
-_SOFTMAX_WITH_LSE = row_operations(
-    Formula("softmax_with_lse", softmax_with_lse, {"x": Of()}, benign=True),
-    "SoftmaxWithLse",
-    front_end=_bind_softmax_with_lse,
-)
-_LOG_SOFTMAX = row_operations(
-    Formula("log_softmax", log_softmax, {"x": Of()}),
-    "LogSoftmax",
-    plain=jax.nn.log_softmax,
-    front_end=_bind_log_softmax,
-)
-_CROSS_ENTROPY = row_operations(
-    Formula("cross_entropy", cross_entropy, {"logits": Of(), "labels": Of("scalar", "int32")}),
-    "CrossEntropy",
+SOFTMAX_WITH_LSE = row_operation(Formula(softmax_with_lse, {"x": Of()}, benign=True), front_end=_bind_softmax_with_lse)
+LOG_SOFTMAX = row_operation(Formula(log_softmax, {"x": Of()}), plain=jax.nn.log_softmax, front_end=_bind_log_softmax)
+CROSS_ENTROPY = row_operation(
+    Formula(cross_entropy, {"logits": Of(), "labels": Of("scalar", "int32")}),
     front_end=_bind_cross_entropy,
 )
-SOFTMAX, SOFTMAX_BACKWARD = _SOFTMAX.forward, _SOFTMAX.backward
-SoftmaxProblem: Any = SOFTMAX.problem
-SOFTMAX_WITH_LSE, SoftmaxWithLseProblem = _SOFTMAX_WITH_LSE.forward, _SOFTMAX_WITH_LSE.forward.problem
-LOG_SOFTMAX, LogSoftmaxProblem = _LOG_SOFTMAX.forward, _LOG_SOFTMAX.forward.problem
-CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD = _CROSS_ENTROPY.forward, _CROSS_ENTROPY.backward
-CrossEntropyProblem = CROSS_ENTROPY.problem
 
 
 # ------------------------------------------------------------------------------
@@ -275,7 +258,7 @@ def _require_real(name: str, array: Any, x: Any) -> None:
 def _bind_rms_norm(x: Any, weight: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
     """Binds a call of `scheduler.tuned_rms_norm`, with the same arguments."""
     require_like_rows(x, weight=weight)
-    return bind_formula(RmsNormProblem, x, weight, eps=eps)
+    return bind_formula(RMS_NORM.problem, x, weight, eps=eps)
 
 
 def _bind_add_rms_norm(x: Any, residual: Any, weight: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
@@ -286,39 +269,27 @@ def _bind_add_rms_norm(x: Any, residual: Any, weight: Any, *, eps: float = EPS) 
         raise ValueError(f"residual has shape {jnp.shape(residual)}; x {jnp.shape(x)} needs one of its own shape")
     _require_real("residual", residual, x)
     jnp.result_type(x, residual)  # raises if `jax.numpy_dtype_promotion` forbids their sum
-    return bind_formula(AddRmsNormProblem, x, residual, weight, eps=eps)
+    return bind_formula(ADD_RMS_NORM.problem, x, residual, weight, eps=eps)
 
 
 def _bind_layer_norm(x: Any, weight: Any, bias: Any, *, eps: float = EPS) -> BoundCall[Any] | Unsupported:
     """Binds a call of `scheduler.tuned_layer_norm`, with the same arguments."""
     require_like_rows(x, weight=weight, bias=bias)
-    return bind_formula(LayerNormProblem, x, weight, bias, eps=eps)
+    return bind_formula(LAYER_NORM.problem, x, weight, bias, eps=eps)
 
 
-_RMS_NORM = row_operations(
-    Formula("rms_norm", rms_norm, {"x": Of(), "weight": WEIGHT}, benign=True),
-    "RmsNorm",
-    params=("eps",),
+RMS_NORM = row_operation(
+    Formula(rms_norm, {"x": Of(), "weight": WEIGHT}, benign=True),
     front_end=_bind_rms_norm,
 )
-_ADD_RMS_NORM = row_operations(
-    Formula("add_rms_norm", add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
-    "AddRmsNorm",
-    params=("eps",),
+ADD_RMS_NORM = row_operation(
+    Formula(add_rms_norm, {"x": Of(), "residual": Of(), "weight": WEIGHT}, benign=True),
     front_end=_bind_add_rms_norm,
 )
-_LAYER_NORM = row_operations(
-    Formula("layer_norm", layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
-    "LayerNorm",
-    params=("eps",),
+LAYER_NORM = row_operation(
+    Formula(layer_norm, {"x": Of(), "weight": WEIGHT, "bias": WEIGHT}),
     front_end=_bind_layer_norm,
 )
-RMS_NORM, RMS_NORM_BACKWARD = _RMS_NORM.forward, _RMS_NORM.backward
-RmsNormProblem: Any = RMS_NORM.problem
-ADD_RMS_NORM = _ADD_RMS_NORM.forward
-AddRmsNormProblem: Any = ADD_RMS_NORM.problem
-LAYER_NORM, LAYER_NORM_BACKWARD = _LAYER_NORM.forward, _LAYER_NORM.backward
-LayerNormProblem = LAYER_NORM.problem
 
 
 # ------------------------------------------------------------------------------
@@ -343,26 +314,17 @@ def _bind_silu_and_mul(x: Any) -> BoundCall[Any] | Unsupported:
         raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
     if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
         raise TypeError(f"x holds {dtype}, of which there is no SiLU: use .astype")
-    return bind_formula(SiluAndMulProblem, x)
+    return bind_formula(SILU_AND_MUL.problem, x)
 
 
-_SILU_AND_MUL = row_operations(
-    Formula("silu_and_mul", silu_and_mul, {"x": Of(parts=2)}, benign=True),
-    "SiluAndMul",
+SILU_AND_MUL = row_operation(
+    Formula(silu_and_mul, {"x": Of(parts=2)}, benign=True),
     plain=_silu_and_mul_plain,
     # 4096 x 14336 in bfloat16 on an H200: XLA takes 135 us alone, the same as the kernel; 337 us in a training step of
     # Llama 3 8B, where it joins both halves of the gradient in another pass.
     backward_loses_ties=True,
     front_end=_bind_silu_and_mul,
 )
-SILU_AND_MUL, SILU_AND_MUL_JVP, SILU_AND_MUL_BACKWARD = (
-    _SILU_AND_MUL.forward,
-    _SILU_AND_MUL.tangent,
-    _SILU_AND_MUL.backward,
-)
-SiluAndMulProblem: Any = SILU_AND_MUL.problem
-SiluAndMulJvpProblem: Any = SILU_AND_MUL_JVP.problem
-SiluAndMulBackwardProblem = SILU_AND_MUL_BACKWARD.problem
 
 
 # ------------------------------------------------------------------------------
@@ -390,34 +352,24 @@ def _bind_quantize_rows(
     if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.floating) or dtype.itemsize == 1:
         raise TypeError(f"x holds {dtype}; real numbers of 16 bits or more are needed")
     if block is None:
-        return bind_formula(QuantizeRowsProblem, x, result_dtype=result_dtype)
+        return bind_formula(QUANTIZE_ROWS.problem, x, result_dtype=result_dtype)
     x = jnp.asarray(x)
     if not isinstance(block, int) or block < 1 or x.ndim == 0 or x.shape[-1] % block:
         raise ValueError(f"block={block!r} does not divide the last axis of x {x.shape}")
     shape = x.shape
     found = bind_formula(
-        QuantizeRowsProblem, x.reshape(*shape[:-1], shape[-1] // block, block), result_dtype=result_dtype
+        QUANTIZE_ROWS.problem, x.reshape(*shape[:-1], shape[-1] // block, block), result_dtype=result_dtype
     )
     return _then(found, lambda both: (both[0].reshape(shape), both[1]))
 
 
-_QUANTIZE_ROWS = row_operations(
-    Formula("quantize_rows", quantize_rows, {"x": Of()}, result_dtype=True),
-    "QuantizeRows",
-    front_end=_bind_quantize_rows,
-)
-QUANTIZE_ROWS, QuantizeRowsProblem = _QUANTIZE_ROWS.forward, _QUANTIZE_ROWS.forward.problem
+QUANTIZE_ROWS = row_operation(Formula(quantize_rows, {"x": Of()}), front_end=_bind_quantize_rows)
 
-for _made in (
-    _SOFTMAX,
-    _SOFTMAX_WITH_LSE,
-    _LOG_SOFTMAX,
-    _CROSS_ENTROPY,
-    _RMS_NORM,
-    _ADD_RMS_NORM,
-    _LAYER_NORM,
-    _SILU_AND_MUL,
-    _QUANTIZE_ROWS,
-):
-    for _operation in (_made.forward, _made.saving, _made.tangent, _made.backward):
-        globals()[_operation.name.upper()] = _operation  # another process loads it by this name
+# Other modules import operations, also those of derivatives, and the types of their problems; processes load operations
+# by these names.
+for _operation in NAMED.values():
+    globals()[_operation.name.upper()] = _operation
+    globals()[_operation.problem.__name__] = _operation.problem
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -15,7 +16,7 @@ import numpy as np
 from search_spaces.operation import Params
 from search_spaces.problem import Tolerance
 from search_spaces.rows.derivative import Derivative, differentiate
-from search_spaces.rows.problem import RowProblem, TangentProblem
+from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Operand, Program
 from search_spaces.rows.reader import trace
 from search_spaces.rows.written import mapped
@@ -39,28 +40,31 @@ class Of:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Formula:
-    """A named function of one row.
+    """A function of one row that is an operation of its name.
 
     Attributes:
-      function: of one row: arrays as in `operands`, and parameters of the call by name.
+      function: of one row: arrays as in `operands`, and keyword-only parameters: `result_dtype`, which is then a field
+        of problems, and parameters of calls, which change no schedule.
       operands: by name, rows first.
       benign: whether no step cancels: each result is then exact but for its rounding and 2^-18.
-      result_dtype: whether problems have a field `result_dtype`, which the function takes.
     """
 
-    name: str
     function: Callable[..., Any]
     operands: Mapping[str, Of]
     benign: bool = False
-    result_dtype: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @functools.cached_property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(x.name for x in inspect.signature(self.function).parameters.values() if x.kind is x.KEYWORD_ONLY)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 (formulas live as long as the process)
     def _traced(self, part: str, columns: int, dtypes: tuple[str, ...], params: Params) -> Any:
         found = [Operand(of.kind, dtype, of.parts) for of, dtype in zip(self.operands.values(), dtypes, strict=True)]
-        shapes = [
-            jax.ShapeDtypeStruct((x.parts * columns,) if x.kind in ("row", "shared") else (), jnp.dtype(x.dtype))
-            for x in found
-        ]
+        shapes = [x.of_one_row(columns) for x in found]
         function = functools.partial(self.function, **dict(params))
         with jax.enable_x64(False):
             if part == "derivative":
@@ -89,7 +93,7 @@ class FormulaProblem(RowProblem):
     """
 
     formula: ClassVar[Formula]
-    part: ClassVar[Literal["forward", "saving", "backward", "tangent"]] = "forward"
+    part: ClassVar[str] = ""  # of the derivative: "saving", "jvp" or "backward"
 
     columns: int
     dtype: str = "bfloat16"
@@ -103,7 +107,7 @@ class FormulaProblem(RowProblem):
         super().__post_init__()
 
     def program_of(self, **params: Any) -> Program:
-        if self.part == "forward":
+        if not self.part:
             found: Program = self.formula.of("forward", self, params)
             return found
         derivative: Derivative = self.formula.of("derivative", self, params)
@@ -117,7 +121,7 @@ class FormulaProblem(RowProblem):
 
     def reference(self, *args: jax.Array, **params: Any) -> Any:
         """Computes the formula itself; of a part of its derivative, the program."""
-        if self.part != "forward":
+        if self.part:
             return self.by_xla(*args, **params)
         function = functools.partial(self.formula.function, **params, **self._fixed())
         kinds = [of.kind for of in self.formula.operands.values()]
@@ -129,11 +133,15 @@ class FormulaProblem(RowProblem):
 
     def _fixed(self) -> dict[str, Any]:
         """Returns the parameters of the formula that are fields of the problem."""
-        return {"result_dtype": vars(self)["result_dtype"]} if self.formula.result_dtype else {}
+        return {"result_dtype": vars(self)["result_dtype"]} if "result_dtype" in self.formula.parameters else {}
 
     @property
     def program(self) -> Program:
         return self.program_of()
+
+    @property
+    def cotangents(self) -> int:
+        return len(self.derivative().moving) if self.part == "jvp" else 0
 
     @property
     def columns_of_program(self) -> int:
@@ -146,7 +154,7 @@ class FormulaProblem(RowProblem):
         Raises:
           TypeError, ValueError: dtypes or shapes that the formula does not take.
         """
-        if cls.part != "forward":
+        if cls.part:
             return cls._of_derivative(*arrays, **fields)
         named = dict(zip(cls.formula.operands, arrays, strict=True))
         (first, of), *_ = [(name, of) for name, of in cls.formula.operands.items() if of.kind == "row"]
@@ -198,7 +206,7 @@ class FormulaProblem(RowProblem):
         unit. ``ex2.approx`` is off by 2^-22 (PTX ISA). Its argument, with a magnitude below 32 where the result counts,
         is off by 2^-19. Values that the result's dtype cannot hold, or that are subnormal in float32, may become zero.
         """
-        if not self.formula.benign or self.part != "forward":
+        if not self.formula.benign or self.part:
             return super().tolerance()
         between = 1.5 * self._rounded_between()
         found = []
@@ -260,20 +268,10 @@ class QuantizedProblem(FormulaProblem):
         return dataclasses.replace(whole, rows=rows, columns=int(block))
 
 
-class FormulaTangentProblem(TangentProblem, FormulaProblem):
-    """The tangent of a formula."""
-
-    @property
-    def cotangents(self) -> int:
-        return len(self.derivative().moving)
-
-
-def problem_type(name: str, formula: Formula, part: str = "forward") -> type[FormulaProblem]:
-    """Returns the type of a formula's problems, or of those of a part of its derivative, with this name."""
-    base = QuantizedProblem if formula.result_dtype else FormulaProblem
+def problem_type(formula: Formula, part: str = "") -> type[FormulaProblem]:
+    """Returns the type of a formula's problems, or of those of a part of its derivative."""
+    base = QuantizedProblem if "result_dtype" in formula.parameters else FormulaProblem
     base = WeightedProblem if any(of.dtype == "weight_dtype" for of in formula.operands.values()) else base
-    bases = (FormulaTangentProblem, base) if part == "tangent" else (base,)
-    made: type[FormulaProblem] = type(
-        name, bases, {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}
-    )
-    return made
+    name = "".join(map(str.capitalize, f"{formula.name}_{part}_problem".split("_")))
+    fields = {"formula": formula, "part": part, "__doc__": formula.function.__doc__, "__module__": __name__}
+    return type(name, (base,), fields)

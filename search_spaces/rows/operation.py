@@ -20,7 +20,7 @@ from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKer
 from search_spaces.operation import KernelName, Kernels, Operation
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.builder import NoProgram
-from search_spaces.rows.calls import Origin, bind_formula, bind_program
+from search_spaces.rows.calls import Origin, bind_program
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.named import Formula, FormulaProblem, problem_type
 from search_spaces.rows.problem import (
@@ -29,7 +29,6 @@ from search_spaces.rows.problem import (
     ProgramProblem,
     ProgramTangentProblem,
     RowProblem,
-    TangentProblem,
     batch,
     rounded_at_each_step,
     shard,
@@ -196,20 +195,11 @@ def _require_equations(call: Any, p: RowProblem) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Operations and problems of the derivative of a problem.
-
-    Attributes:
-      saving, tangent, backward: each an operation, and the function from a problem and its derivative to its problem.
-    """
-
-    saving: Any
-    tangent: Any
-    backward: Any
+# Returns the operation and the problem of a part of a derivative, "saving", "jvp" or "backward", of a problem.
+Part = Callable[[str, Any, Derivative | None], tuple[Operation[Any], Any]]
 
 
-def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
+def jvp_rule(part: Part) -> Callable[..., Any]:
     """Returns the rule for the derivative of an operation on rows (`Operation.jvp`)."""
 
     def jvp(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -217,18 +207,16 @@ def jvp_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
         found = _derivative(p, call.params)
         if found is None or all(tangents[i] is None for i, _ in found.moved):
             return _by_xla(call, p, primals, tangents)
-        made = parts()
         count = len(p.results())
         origin = call.params.get("origin")
         own_rules = {"own_rules": True} if origin is not None and _has_own_rules(origin) else {}
         if len(found.forward.results) > count:
-            operation, problem = made.saving
-            results = as_tuple(call(operation, problem(p, found), *primals, **_own(call, operation), **own_rules))
+            operation, posed = part("saving", p, found)
+            results = as_tuple(call(operation, posed, *primals, **_own(call, operation), **own_rules))
         else:
             results = as_tuple(call(p, *primals))
         saved = [(primals if x.kind == "operand" else results)[x.index] for x in found.saved]
-        operation, problem = made.tangent
-        posed = problem(p, found)
+        operation, posed = part("jvp", p, found)
         wanted = posed.operands()[len(saved) :]
         given: list[Any] = [None] * len(wanted)
         for i, place in found.moved:
@@ -277,30 +265,30 @@ def _by_xla(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any,
     return results, p.pack([x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in found])
 
 
-def _tangent_of_tangent(call: Any, p: TangentProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _tangent_of_tangent(call: Any, p: RowProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Returns the tangent of the tangent of a program, by XLA."""
     _require_equations(call, p)
     return _by_xla(call, p, primals, tangents)
 
 
-def transpose_rule(parts: Callable[[], Parts]) -> Callable[..., Any]:
+def transpose_rule(part: Part) -> Callable[..., Any]:
     """Returns the transpose of the tangent of an operation on rows (`Operation.transpose`)."""
 
-    def transpose(call: Any, p: TangentProblem, cotangent: Any, args: Any) -> tuple[Any, ...]:
-        operation, problem = parts().backward
+    def transpose(call: Any, p: RowProblem, cotangent: Any, args: Any) -> tuple[Any, ...]:
+        operation, posed = part("backward", p, None)
         count = len(args) - len(p.program.results)
         cotangents = [
             jnp.zeros(_like(args[:count], p, s, of.kind), s.dtype) if x is None else x
             for x, s, of in zip(as_tuple(cotangent), p.results(), p.arrays[1], strict=True)
         ]
-        gradients = as_tuple(call(operation, problem(p, None), *args[:count], *cotangents, **_own(call, operation)))
+        gradients = as_tuple(call(operation, posed, *args[:count], *cotangents, **_own(call, operation)))
         moving = [None if known is not None else x for x, known in zip(gradients, args[count:], strict=True)]
         return (*(None for _ in range(count)), *moving)
 
     return transpose
 
 
-def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct, kind: str) -> tuple[int, ...]:
+def _like(saved: Sequence[Any], p: RowProblem, wanted: jax.ShapeDtypeStruct, kind: str) -> tuple[int, ...]:
     """Returns the shape of a cotangent: its rows have the other axes of the saved rows."""
     for x, declared, folded in zip(saved, p.arrays[0], p.operands(), strict=False):
         if kind in ("row", "scalar") and declared.kind in ("row", "scalar"):
@@ -312,8 +300,6 @@ def _like(saved: Sequence[Any], p: TangentProblem, wanted: jax.ShapeDtypeStruct,
 
 # ------------------------------------------------------------------------------
 # The operations of a formula, and the operation of any program.
-
-_RULES: Mapping[str, Any] = {"batch": batch, "shard": shard}
 
 
 def kernels(library: XlaRows[Any]) -> Kernels[Any]:
@@ -330,99 +316,57 @@ def kernels(library: XlaRows[Any]) -> Kernels[Any]:
 CHANNELS = KernelName("mosaic_gpu", "cuda", "search_spaces.rows.hopper.channels:HopperChannels")
 
 
-@dataclasses.dataclass(frozen=True)
-class FormulaOperations:
-    """The operations of a formula: itself, with what its backward pass saves, its tangent, and its backward pass."""
-
-    forward: Operation[Any]
-    saving: Operation[Any]
-    tangent: Operation[Any]
-    backward: Operation[Any]
+# The operations of formulas by name.
+NAMED: dict[str, Operation[Any]] = {}
 
 
-def row_operations(
+def row_operation(
     formula: Formula,
-    type_name: str,
     *,
-    params: tuple[str, ...] = (),
     plain: Callable[..., Any] | None = None,
     backward_loses_ties: bool = False,
-    **rules: Any,
-) -> FormulaOperations:
-    """Returns the operations of a formula.
+    front_end: Callable[..., Any],
+) -> Operation[Any]:
+    """Returns the operation of a formula, and adds it and those of its derivative to `NAMED`.
+
+    The others compute what the backward pass saves, too ("_saving"), the tangent ("_jvp") and the backward pass.
 
     Args:
-      type_name: start of the names of the types of problems.
-      params: names of the parameters of calls that change no schedule.
       plain: the program that users write, for `XlaRows`.
       backward_loses_ties: whether XLA's kernel of the backward pass loses ties (`Kernel.loses_ties`).
-      rules: further fields of the `Operation`.
+      front_end: as in `Operation`.
     """
-    types = {
-        part: problem_type(f"{type_name}{suffix}Problem", formula, part)
-        for part, suffix in (("forward", ""), ("saving", "Saving"), ("backward", "Backward"), ("tangent", "Jvp"))
-    }
 
-    def same(part: str) -> Callable[[Any, Any], Any]:
-        return lambda p, _: types[part](**vars_of(p))
+    params = tuple(x for x in formula.parameters if x != "result_dtype")
 
-    def parts() -> Parts:
-        return Parts((made.saving, same("saving")), (made.tangent, same("tangent")), (made.backward, same("backward")))
+    def add(part: str, kernels: Kernels[Any], **rules: Any) -> Operation[Any]:
+        name = f"{formula.name}_{part}" if part else formula.name
+        return NAMED.setdefault(
+            name,
+            Operation(name, problem_type(formula, part), kernels, params=params, batch=batch, shard=shard, **rules),
+        )
 
-    own: dict[str, Any] = {"front_end": functools.partial(bind_formula, types["forward"])} | dict(_RULES) | rules
-    made = FormulaOperations(
-        Operation(formula.name, types["forward"], kernels(XlaRows(plain)), params=params, jvp=jvp_rule(parts), **own),
-        Operation(f"{formula.name}_saving", types["saving"], kernels(XlaRows()), params=params, **_RULES),
-        Operation(
-            f"{formula.name}_jvp",
-            types["tangent"],
-            (XlaRows(),),
-            params=params,
-            transpose=transpose_rule(parts),
-            **_RULES,
-        ),
-        Operation(
-            f"{formula.name}_backward",
-            types["backward"],
-            kernels(XlaRows(loses_ties=backward_loses_ties)),
-            params=params,
-            jvp=jvp_rule(_of_programs),
-            **_RULES,
-        ),
-    )
-    return made
+    def of(part: str, p: Any, _: Any) -> tuple[Operation[Any], Any]:
+        operation = NAMED[f"{formula.name}_{part}"]
+        return operation, operation.problem(**vars(p))
+
+    add("saving", kernels(XlaRows()))
+    add("jvp", Kernels(XlaRows()), transpose=transpose_rule(of))
+    add("backward", kernels(XlaRows(loses_ties=backward_loses_ties)), jvp=jvp_rule(_of_program))
+    return add("", kernels(XlaRows(plain)), jvp=jvp_rule(of), front_end=front_end)
 
 
-def vars_of(p: RowProblem) -> dict[str, Any]:
-    """Returns the fields of a problem by name."""
-    return {field.name: getattr(p, field.name) for field in dataclasses.fields(p)}
-
-
-def _of_programs() -> Parts:
-    """Returns the parts of the derivative of any program."""
-    return _parts_of(ROWS, ROWS_JVP)
-
-
-def _of_programs_along() -> Parts:
-    """Returns the parts of the derivative of any program along an axis that is not the last."""
-    return _parts_of(ROWS_ALONG, ROWS_ALONG_JVP)
-
-
-def _parts_of(run: Operation[Any], move: Operation[Any]) -> Parts:
-    def extents(p: RowProblem) -> dict[str, int]:
-        return {"rows": p.rows} | ({"inner": p.inner} if isinstance(p, ProgramAlongProblem) else {})
-
-    def saving(p: RowProblem, found: Derivative) -> ProgramProblem:
-        return run.problem(text=found.forward.text(), name=f"{_name(p)}_saving", **extents(p))
-
-    def tangent(p: RowProblem, found: Derivative) -> ProgramTangentProblem:
-        text = found.backward.text()
-        return move.problem(text=text, name=f"{_name(p)}_jvp", last=len(found.moving), **extents(p))
-
-    def backward(p: ProgramTangentProblem, _: None) -> ProgramProblem:
-        return run.problem(text=p.text, name=p.name.removesuffix("_jvp") + "_backward", **extents(p))
-
-    return Parts((run, saving), (move, tangent), (run, backward))
+def _of_program(part: str, p: Any, found: Derivative | None) -> tuple[Operation[Any], Any]:
+    """Returns a part of the derivative of any program (`Part`)."""
+    along = isinstance(p, ProgramAlongProblem)
+    fields = {"rows": p.rows} | ({"inner": p.inner} if along else {})
+    operation: Operation[Any] = ROWS_ALONG if along else ROWS
+    if part == "jvp" and found is not None:
+        operation = ROWS_ALONG_JVP if along else ROWS_JVP
+        fields["last"] = len(found.moving)
+    name = _name(p) if found is not None else p.name.removesuffix("_jvp")
+    text = p.text if found is None else (found.forward if part == "saving" else found.backward).text()
+    return operation, operation.problem(text=text, name=f"{name}_{part}", **fields)
 
 
 def _name(p: RowProblem) -> str:
@@ -434,36 +378,40 @@ ROWS: Operation[ProgramProblem] = Operation(
     ProgramProblem,
     kernels(XlaRows()),
     params=("own_rules",),
-    jvp=jvp_rule(_of_programs),
+    jvp=jvp_rule(_of_program),
     front_end=functools.partial(bind_program, ProgramProblem),
     regions=find,
     regions_last=True,
-    **_RULES,
+    batch=batch,
+    shard=shard,
 )
 ROWS_JVP: Operation[ProgramTangentProblem] = Operation(
     "rows_jvp",
     ProgramTangentProblem,
-    (XlaRows(),),
+    Kernels(XlaRows()),
     params=("own_rules",),
     jvp=_tangent_of_tangent,
-    transpose=transpose_rule(_of_programs),
-    **_RULES,
+    transpose=transpose_rule(_of_program),
+    batch=batch,
+    shard=shard,
 )
 ROWS_ALONG: Operation[ProgramAlongProblem] = Operation(
     "rows_along",
     ProgramAlongProblem,
     Kernels(CHANNELS, XlaRows()),
     params=("own_rules",),
-    jvp=jvp_rule(_of_programs_along),
+    jvp=jvp_rule(_of_program),
     front_end=functools.partial(bind_program, ProgramAlongProblem),
-    **_RULES,
+    batch=batch,
+    shard=shard,
 )
 ROWS_ALONG_JVP: Operation[ProgramAlongTangentProblem] = Operation(
     "rows_along_jvp",
     ProgramAlongTangentProblem,
-    (XlaRows(),),
+    Kernels(XlaRows()),
     params=("own_rules",),
     jvp=_tangent_of_tangent,
-    transpose=transpose_rule(_of_programs_along),
-    **_RULES,
+    transpose=transpose_rule(_of_program),
+    batch=batch,
+    shard=shard,
 )

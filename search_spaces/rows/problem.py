@@ -55,10 +55,22 @@ class RowProblem(Problem):
         return self.program
 
     @property
+    def cotangents(self) -> int:
+        """Number of cotangents, the last operands of `program`, if this is the transpose of that backward pass; else 0.
+
+        Operands of the transpose are what the backward pass reads of the forward pass, and tangents.
+        """
+        return 0
+
+    @property
     def arrays(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
         """The operands, and the results in the same terms; the kind of a result may be "row sum"."""
-        program = self.program
-        return program.operands, tuple(Operand(x.kind, x.dtype, len(x.values)) for x in program.results)
+        operands, last = self.program.operands, self.cotangents
+        results = tuple(Operand(x.kind, x.dtype, len(x.values)) for x in self.program.results)
+        if not last:
+            return operands, results
+        tangents = tuple(dataclasses.replace(x, kind="shared") if x.kind == "row sum" else x for x in results)
+        return (*operands[:-last], *tangents), operands[-last:]
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(self._array(x) for x in self.arrays[0])
@@ -74,8 +86,8 @@ class RowProblem(Problem):
 
     @property
     def sums_rows(self) -> bool:
-        """Whether a result is a sum over all rows."""
-        return self.program.sums_rows
+        """Whether a result is a sum over all rows, or the tangent of one."""
+        return any(x.kind in ("row sum", "shared") for x in self.arrays[1])
 
     def derivative(self, **params: Any) -> Derivative:
         """Returns the derivative of the program.
@@ -87,7 +99,13 @@ class RowProblem(Problem):
 
     def by_xla(self, *args: jax.Array, **params: Any) -> Any:
         """Computes the program by XLA, in float32 or wider."""
-        return self.pack(evaluate(self.program_of(**params), *args, rounded=False, axis=self.axis))
+        run = functools.partial(evaluate, self.program_of(**params), rounded=False, axis=self.axis)
+        if not self.cotangents:
+            return self.pack(run(*args))
+        count = len(args) - len(self.program.results)
+        shapes = [jax.ShapeDtypeStruct(s.shape, jnp.float32) for s in self.results()]
+        transposed = jax.linear_transpose(functools.partial(run, *args[:count]), *shapes)
+        return self.pack(transposed(tuple(x.astype(jnp.float32) for x in args[count:])))
 
     def reference(self, *args: jax.Array, **params: Any) -> Any:
         return self.by_xla(*args, **params)
@@ -144,7 +162,7 @@ class RowProblem(Problem):
         return tuple(-2 if x.kind == "row" else -1 for x in self.arrays[1])
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
-        if self.sums_rows:
+        if self.sums_rows or self.cotangents:
             return None
         kinds = [x.kind for x in self.arrays[0]]
 
@@ -264,7 +282,9 @@ class ProgramProblem(RowProblem):
         """Computes the function of which the program was derived, or the program if that function is not known."""
         origin = params.get("origin")
         function = written(self.text) if origin is None else origin.written
-        return super().by_xla(*args, **params) if function is None else self.pack(function.over_rows(self, *args))
+        if function is None or self.cotangents:
+            return super().by_xla(*args, **params)
+        return self.pack(function.over_rows(self, *args))
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
         function = written(self.text)
@@ -372,53 +392,8 @@ class ProgramAlongProblem(ProgramProblem):
         return {**super().coordinates(), "inner": self.inner}
 
 
-# ------------------------------------------------------------------------------
-# The tangent of a row program: the transpose of its backward pass.
-
-
-class TangentProblem(RowProblem):
-    """Tangents of results, from what the backward pass saves and from tangents of the operands with gradients.
-
-    `program` is that of the backward pass.
-    """
-
-    @property
-    @abc.abstractmethod
-    def cotangents(self) -> int:
-        """Number of cotangents among the operands of the backward pass, which come last."""
-
-    @property
-    def arrays(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-        operands, results = super().arrays
-        tangents = tuple(dataclasses.replace(x, kind=_TANGENT.get(x.kind, x.kind)) for x in results)
-        return (*operands[: -self.cotangents], *tangents), operands[-self.cotangents :]
-
-    def by_xla(self, *args: jax.Array, **params: Any) -> Any:
-        program = self.program_of(**params)
-        count = len(program.results)
-        saved, tangents = args[:-count], args[-count:]
-
-        def backward(*cotangents: jax.Array) -> tuple[jax.Array, ...]:
-            return evaluate(program, *saved, *cotangents, rounded=False, axis=self.axis)
-
-        shapes = [jax.ShapeDtypeStruct(s.shape, jnp.float32) for s in self.results()]
-        transposed = jax.linear_transpose(backward, *shapes)(tuple(x.astype(jnp.float32) for x in tangents))
-        return self.pack(transposed)
-
-    def at_rows(self, rows: npt.NDArray[np.int32]) -> None:
-        return None
-
-    @property
-    def sums_rows(self) -> bool:
-        """Whether a result is a sum over rows: the tangent of one is."""
-        return any(x.kind == "shared" for x in self.arrays[1])
-
-
-_TANGENT: Mapping[str, Any] = {"row sum": "shared"}
-
-
 @dataclasses.dataclass(frozen=True)
-class ProgramTangentProblem(TangentProblem, ProgramProblem):
+class ProgramTangentProblem(ProgramProblem):
     """The tangent of a row program, from the text of its backward pass.
 
     Attributes:

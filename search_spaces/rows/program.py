@@ -59,6 +59,11 @@ class Operand:
     dtype: str
     parts: int = 1
 
+    def of_one_row(self, columns: int) -> jax.ShapeDtypeStruct:
+        """Returns what the function of one row takes."""
+        shape = (self.parts * columns,) if self.kind in ("row", "shared") else ()
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
 
 @dataclasses.dataclass(frozen=True)
 class Input:
@@ -100,12 +105,47 @@ class Result:
     values: tuple[Atom, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A function of one row.
+class Equations:
+    """Values of a program, numbered: first `inputs`, then the results of `equations`, each after its inputs."""
 
-    Values are numbered: first `inputs`, then the results of `equations`, each after its inputs.
-    """
+    columns: int
+    operands: tuple[Operand, ...]
+    inputs: Sequence[Input]
+    equations: Sequence[Equation]
+
+    def vector(self, atom: Atom) -> bool:
+        """Returns whether a value has one element per column."""
+        if isinstance(atom, Number):
+            return False
+        if atom < len(self.inputs):
+            return self.source(atom).kind in ("row", "shared")
+        return self.equations[atom - len(self.inputs)].vector
+
+    def source(self, value: int) -> Operand:
+        """Returns the operand of an input."""
+        return self.operands[self.inputs[value].operand]
+
+    def inputs_of(self, kind: Kind) -> tuple[int, ...]:
+        """Returns the inputs that are of operands of this kind."""
+        return tuple(x for x in range(len(self.inputs)) if self.source(x).kind == kind)
+
+    def equation(self, atom: Atom) -> Equation | None:
+        """Returns the equation that computes a value; None for inputs and numbers."""
+        if isinstance(atom, Number) or atom < len(self.inputs):
+            return None
+        return self.equations[atom - len(self.inputs)]
+
+    def dtype(self, atom: Atom) -> str:
+        """Returns the dtype of a value within the program."""
+        if isinstance(atom, Number):
+            return atom.dtype
+        equation = self.equation(atom)
+        return within(self.source(atom).dtype) if equation is None else equation.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(Equations):
+    """A function of one row."""
 
     columns: int
     operands: tuple[Operand, ...]
@@ -136,27 +176,6 @@ class Program:
 
     # ------------------------------------------------------------------------------
     # Facts derived from the equations.
-
-    def vector(self, atom: Atom) -> bool:
-        """Returns whether a value has one element per column."""
-        if isinstance(atom, Number):
-            return False
-        if atom < len(self.inputs):
-            return self.operands[self.inputs[atom].operand].kind in ("row", "shared")
-        return self.equations[atom - len(self.inputs)].vector
-
-    def equation(self, atom: Atom) -> Equation | None:
-        """Returns the equation that computes a value; None for inputs and numbers."""
-        if isinstance(atom, Number) or atom < len(self.inputs):
-            return None
-        return self.equations[atom - len(self.inputs)]
-
-    def dtype(self, atom: Atom) -> str:
-        """Returns the dtype of a value within the program."""
-        if isinstance(atom, Number):
-            return atom.dtype
-        equation = self.equation(atom)
-        return within(self.operands[self.inputs[atom].operand].dtype) if equation is None else equation.dtype
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:

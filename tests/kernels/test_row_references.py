@@ -16,8 +16,9 @@ from scheduler.measure.worker_process import request_for
 from search_spaces.problem import as_tuple
 from search_spaces.rows import calls, written
 from search_spaces.rows.formulas import QUANTIZE_ROWS, RMS_NORM, SOFTMAX
-from search_spaces.rows.keys import is_key, words_of
+from search_spaces.rows.keys import words_of
 from search_spaces.rows.operation import ROWS
+from search_spaces.rows.translation import is_key
 
 F8 = jnp.float8_e4m3fn
 X = jax.random.normal(jax.random.key(0), (8, 32))

@@ -65,7 +65,7 @@ class Plan:
         """Returns the narrowest dtype that holds a kept vector."""
         program, equation = self.program, self.program.equation(value)
         if equation is None:
-            return jnp.dtype(program.operands[program.inputs[value].operand].dtype)
+            return jnp.dtype(program.source(value).dtype)
         if equation.name == "round" and equation.params[0] == "bfloat16":
             return jnp.dtype(jnp.bfloat16)
         return jnp.dtype("int32" if equation.dtype == "bool" else equation.dtype)
@@ -84,7 +84,7 @@ def plan(program: Program, residency: str) -> Plan:
         both, either = first & last, first | last
         parts = (both.union(scalars), "both"), (either - last, "early"), (either - first, "late")
         return Plan(program, tuple(x for values, when in parts for x in _windows(program, values, when)))
-    of_rows = {x for x in first if program.operands[program.inputs[x].operand].kind == "row"}
+    of_rows = {x for x in first if program.source(x).kind == "row"}
     inputs = tuple(sorted(of_rows & last))
     # Vectors from which those after the reductions follow; they may have fewer bytes than what they are computed from.
     computed = [x for x in program.needed(program.written) if program.levels[x]]
@@ -105,7 +105,7 @@ def plan(program: Program, residency: str) -> Plan:
 def _rows_of(program: Program, values: Sequence[int]) -> set[int]:
     """Returns the inputs with a row of their own from which values follow."""
     found = program.needed(values)
-    return {x for x in found if x < len(program.inputs) and program.operands[program.inputs[x].operand].kind == "row"}
+    return {x for x in found if x < len(program.inputs) and program.source(x).kind == "row"}
 
 
 def _windows(program: Program, values: Iterable[int], when: Any) -> tuple[Window, ...]:
@@ -213,7 +213,7 @@ class Step:
             if program.equation(value) is not None:
                 column = lax.broadcasted_iota(jnp.int32, (self.rows, width), 1)
                 return column + (self.first + start + shift)
-            operand = program.operands[program.inputs[value].operand]
+            operand = program.source(value)
             rows = self.at if operand.kind == "row" else slice(None)
             # Loads start at a register: the columns before those of the fragment are dropped.
             before = shift + (program.inputs[value].part * program.columns if operand.kind == "row" else 0)

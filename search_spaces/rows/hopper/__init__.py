@@ -5,6 +5,7 @@ See docs/results.md for expected performance.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,10 +15,10 @@ from search_spaces.hopper import WARP, WARPGROUP, WARPS, not_hopper
 from search_spaces.kernel import INDICES_OF_32_BITS, Kernel
 from search_spaces.mma.fragments import not_before_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, smem_resident
+from search_spaces.rows.hopper.chunks import launch, one_row
 from search_spaces.rows.hopper.footprint import footprint
-from search_spaces.rows.hopper.partition import RegisterPlan
-from search_spaces.rows.hopper.pipeline import PersistentPipeline, persistent_pipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, persistent_ctas
+from search_spaces.rows.hopper.pipeline import all_rows
 from search_spaces.rows.hopper.registers import run_in_registers
 from search_spaces.rows.hopper.space import MOST_ELEMENTS_BEFORE_HOPPER, RowSchedule, coalescing, space
 from search_spaces.rows.problem import RowProblem
@@ -73,7 +74,10 @@ def _run(p: RowProblem, program: Program, s: RowSchedule, target: Target, args: 
     columns = program.columns
     if s.residency in ("registers", "span", "ring"):
         return run_in_registers(program, RegisterPlan.of(columns, s), target.cores, p.results(), args, p.rows)
-    if s.residency in ("smem", "reread"):
-        return smem_resident(online(program), SmemResident.of(columns, s), p.results(), args, p.rows)
-    plan = PersistentPipeline.of(columns, s)
-    return persistent_pipeline(online(program), plan, target.cores, p.results(), args, p.rows)
+    program, plan = online(program), RowPartition.of(columns, s)
+    launched = functools.partial(launch, program=program, plan=plan, results=p.results(), arrays=args)
+    if s.residency != "pipeline":
+        return launched(one_row, row=p.rows)
+    # All should fit the chip at once. If they do not, the last ones start when the first have ended.
+    ctas = persistent_ctas(plan.cluster, target.cores, p.rows)
+    return launched(functools.partial(all_rows, of_array=p.rows), persistent_cta=ctas)

@@ -150,11 +150,9 @@ class ChannelPlan:
 
 def kept_inputs(program: Program) -> dict[int, int]:
     """Returns the rows that the first stage and a later one read: bytes of an element by input."""
-    operands = {x: program.operands[read.operand] for x, read in enumerate(program.inputs)}
     later = frozenset[int]().union(*program.reads[1:])
-    return {
-        x: jnp.dtype(operands[x].dtype).itemsize for x in sorted(program.reads[0] & later) if operands[x].kind == "row"
-    }
+    kept = program.reads[0] & later
+    return {x: jnp.dtype(program.source(x).dtype).itemsize for x in program.inputs_of("row") if x in kept}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,45 +17,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper import WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.partition import LAYOUT, End, RowPartition, Rows, RowStart, Scratch, part_offset
-from search_spaces.rows.hopper.registers import COMPILER_PARAMS
-from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, REDUCTION_BYTES, PartialsBuffer, ThreadLayout
+from search_spaces.rows.hopper.partition import (
+    LAYOUT,
+    End,
+    RowPartition,
+    RowStart,
+    Scratch,
+)
+from search_spaces.rows.hopper.registers import gpu_kernel
+from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, PartialsBuffer, ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
-from search_spaces.space import round_up
-
-Plan = TypeVar("Plan", bound=RowPartition)
-
-
-def row_inputs(program: Program) -> tuple[int, ...]:
-    """Returns the inputs that are rows, each with chunks of its own."""
-    found = [x for x, read in enumerate(program.inputs) if program.operands[read.operand].kind == "row"]
-    return tuple(found)
-
-
-def chunk_bytes(program: Program) -> int:
-    """Returns the bytes of one element of all inputs that are rows."""
-    return sum(jnp.dtype(program.operands[program.inputs[x].operand].dtype).itemsize for x in row_inputs(program))
-
-
-def stage_arrays(program: Program, stages: int, chunk: int) -> tuple[Any, ...]:
-    dtypes = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
-    return tuple(plgpu.SMEM((stages, chunk), jnp.dtype(dtype)) for dtype in dtypes)
-
-
-def stages_bytes(program: Program, stages: Any, chunk: Any) -> Any:
-    dtypes = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
-    return sum(round_up(stages * chunk * jnp.dtype(dtype).itemsize, SMEM_ALIGNMENT) for dtype in dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +55,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta(Generic[Plan]):
+class Cta:
     """The values that one warpgroup of a CTA works with.
 
     Attributes:
@@ -91,7 +72,7 @@ class Cta(Generic[Plan]):
       scratch: SMEM.
     """
 
-    plan: Plan
+    plan: RowPartition
     program: Program
     buffer: PartialsBuffer
     refs: Sequence[Any]
@@ -104,8 +85,18 @@ class Cta(Generic[Plan]):
     overlap_of: Callable[[int], Any]
     scratch: Scratch
 
-    def rows(self, row: Any) -> Rows:
-        return Rows(self.program, self.refs, row, row_inputs(self.program))
+    def at(self, row: Any, value: int, index: Any) -> tuple[Any, Any]:
+        """Returns the reference of an input, and the index there of the element at `index` of rows without gaps."""
+        read, columns = self.program.inputs[value], self.program.columns
+        parts = self.program.operands[read.operand].parts
+        return self.refs[read.operand], index + _part_offset(columns, row, parts, read.part)
+
+    def load(self, layout: ThreadLayout, row: Any, index: Any) -> dict[int, jax.Array]:
+        """Loads the fragment at `index` of rows without gaps, for each input that is a row."""
+        return {x: layout.load_flat(*self.at(row, x, index)) for x in self.program.inputs_of("row")}
+
+    def load_ends(self, row: Row) -> list[End]:
+        return self.plan.load_ends(functools.partial(self.load, LAYOUT, row.index), row.start, self.warpgroup)
 
     def row(self, index: Any) -> Row:
         """Returns a row with the scalars that it has from the start."""
@@ -119,9 +110,8 @@ class Cta(Generic[Plan]):
 
     def copy(self, row: Any, first: Any, stage: Any) -> None:
         """Starts the TMA bulk copies of a chunk into a stage; `first` is its index in rows without gaps."""
-        rows = self.rows(row)
-        for value, stages in zip(rows.values, self.scratch.stages, strict=True):
-            ref, index = rows.at(value, first)
+        for value, stages in zip(self.program.inputs_of("row"), self.scratch.stages, strict=True):
+            ref, index = self.at(row, value, first)
             plgpu.copy_gmem_to_smem(
                 ref.at[pl.ds(index, self.plan.chunk)],
                 stages.at[stage],
@@ -174,7 +164,7 @@ class Cta(Generic[Plan]):
 
     def in_stage(self, row: Row, first: Any, stage: Any) -> list[Values]:
         """Returns this warpgroup's fragments of the chunk in a stage."""
-        stages = dict(zip(row_inputs(self.program), self.scratch.stages, strict=True))
+        stages = dict(zip(self.program.inputs_of("row"), self.scratch.stages, strict=True))
         layout = self.plan.layout
         return self.fragments(
             row, first, lambda number, value: layout.load_flat(stages[value].at[stage], self.starts[number])
@@ -182,7 +172,7 @@ class Cta(Generic[Plan]):
 
     def share_of_stage(self, row: Row, first: Any, stage: Any) -> Values:
         """Returns this warpgroup's share of the chunk in a stage as one array."""
-        stages = dict(zip(row_inputs(self.program), self.scratch.stages, strict=True))
+        stages = dict(zip(self.program.inputs_of("row"), self.scratch.stages, strict=True))
         layout = self.plan.chunk_layout
         loaded = {value: layout.load(ref.at[stage], self.share) for value, ref in stages.items()}
         offset = row.start.lines - row.start.row + first + self.share
@@ -225,7 +215,7 @@ class Cta(Generic[Plan]):
         """Stores the results of some elements, the first of which is at `index` in rows without gaps."""
         for result, ref in zip(self.program.results, self.outs, strict=True):
             for part, atom in enumerate(result.values if result.kind == "row" else ()):
-                shift = part_offset(self.program.columns, row.index, len(result.values), part)
+                shift = _part_offset(self.program.columns, row.index, len(result.values), part)
                 store(ref, index + shift, narrowed(values, atom, result.dtype))
 
     def store_fragments(self, row: Row, first: Any, fragments: Sequence[Values]) -> None:
@@ -255,14 +245,19 @@ class Cta(Generic[Plan]):
                 ThreadLayout(WARPS, 1).store_scalars(ref, row.index, jnp.asarray(known[result.values[0]]))
 
 
+def _part_offset(columns: int, row: Any, parts: int, part: int) -> Any:
+    """Returns the distance of an element of a part of a row from its index in rows of a single part."""
+    return 0 if parts == 1 else (row * (parts - 1) + part) * columns
+
+
 def _no_load(value: int) -> jax.Array:
     raise AssertionError(f"value {value} is no scalar")
 
 
 def launch(
-    run: Callable[[Cta[Plan]], None],
+    run: Callable[[Cta], None],
     program: Program,
-    plan: Plan,
+    plan: RowPartition,
     results: Sequence[jax.ShapeDtypeStruct],
     arrays: Sequence[jax.Array],
     **grid: int,
@@ -303,77 +298,19 @@ def launch(
     def prepared(x: jax.Array, kind: str) -> jax.Array:
         return plan.aligned_copies(x) if kind == "shared" else x.reshape(-1)
 
-    in_cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_RANK,)} if plan.cluster > 1 else {}
     flat = [jax.ShapeDtypeStruct((result.size,), result.dtype) for result in results]
-    made = plgpu.kernel(
-        kernel,
-        out_type=(*flat, *buffer.mailbox(rows * len(program.stages))),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=plan.warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
-        **in_cluster,
+    made = gpu_kernel(
+        kernel, [*flat, *buffer.mailbox(rows * len(program.stages))], grid, plan.warpgroups, plan.cluster
     )(*(prepared(x, o.kind) for x, o in zip(arrays, program.operands, strict=True)))
     return [x.reshape(result.shape) for x, result in zip(made, results, strict=False)]  # without a mailbox
 
 
 # ------------------------------------------------------------------------------
-# SMEM-resident rows. Each stage is filled once, so there are no empty barriers.
+# SMEM-resident rows.
 
 
-@dataclasses.dataclass(frozen=True)
-class SmemResident(RowPartition):
-    """Where the chunks of a CTA's part of a row are kept; fields may be `Columns` of schedules.
-
-    Attributes:
-      register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
-      reread: whether no chunk is kept: each stage reads the row again, from L2 as far as that holds it.
-    """
-
-    register_chunks: Any
-    reread: Any = False
-
-    @classmethod
-    def of(cls, columns: int, s: Any) -> SmemResident:
-        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
-        reread = s.residency == "reread"
-        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks, reread)
-
-    @property
-    def stages(self) -> Any:
-        """Chunks in SMEM."""
-        return np.where(self.reread, 0, self.chunks - self.register_chunks)
-
-    def smem_bytes(self, program: Program) -> Any:
-        barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
-        buffers = self.partials(program).smem_bytes(len(program.stages))
-        return stages_bytes(program, self.stages, self.chunk) + buffers + REDUCTION_BYTES + barriers
-
-    def scratch(self, program: Program) -> Scratch:
-        stages, buffer = int(self.stages), self.partials(program)
-        return Scratch(
-            arrived=buffer.barrier(),
-            full=plgpu.Barrier(num_arrivals=len(row_inputs(program)), num_barriers=stages) if stages else None,
-            empty=None,
-            stages=stage_arrays(program, stages, self.chunk) if stages else None,
-            partials=buffer.scratch(len(program.stages)),
-        )
-
-
-def smem_resident(
-    program: Program,
-    plan: SmemResident,
-    results: Sequence[jax.ShapeDtypeStruct],
-    arrays: Sequence[jax.Array],
-    rows: int,
-) -> list[jax.Array]:
-    """Runs the kernel, with a CTA for each part of a row."""
-    return launch(_one_row, program, plan, results, arrays, row=rows)
-
-
-def _one_row(cta: Cta[SmemResident]) -> None:
-    """Processes one row, from its first load to its last store."""
+def one_row(cta: Cta) -> None:
+    """Processes one row, or a CTA's part of it, from its first load to its last store."""
     plan = cta.plan
     row = cta.row(lax.axis_index("row"))
     stages = int(plan.stages)
@@ -387,18 +324,11 @@ def _one_row(cta: Cta[SmemResident]) -> None:
         def produce() -> None:
             lax.fori_loop(0, stages, copy, None)
 
-    rows = cta.rows(row.index)
     kept = [
-        [
-            {
-                v: plan.layout.load_flat(*rows.at(v, row.start.lines + cta.start_of(jnp.int32(chunk)) + at))
-                for v in rows.values
-            }
-            for at in cta.starts
-        ]
+        [cta.load(plan.layout, row.index, row.start.lines + cta.start_of(jnp.int32(chunk)) + at) for at in cta.starts]
         for chunk in range(plan.register_chunks)
     ]
-    ends = plan.load_ends(rows, row.start, cta.warpgroup)
+    ends = cta.load_ends(row)
 
     def in_registers(row: Row, chunk: int) -> list[Values]:
         return cta.fragments(row, cta.start_of(jnp.int32(chunk)), lambda number, value: kept[chunk][number][value])
@@ -406,7 +336,9 @@ def _one_row(cta: Cta[SmemResident]) -> None:
     def in_memory(chunk: Any) -> list[Values]:
         first = cta.start_of(chunk)
         return cta.fragments(
-            row, first, lambda n, v: plan.layout.load_flat(*rows.at(v, row.start.lines + first + cta.starts[n]))
+            row,
+            first,
+            lambda n, v: plan.layout.load_flat(*cta.at(row.index, v, row.start.lines + first + cta.starts[n])),
         )
 
     for number in range(len(cta.program.stages)):
@@ -436,7 +368,7 @@ def _one_row(cta: Cta[SmemResident]) -> None:
 
 
 def _reduce_chunks(
-    cta: Cta[SmemResident], row: Row, stage: Stage, found: Statistics, in_memory: Callable[[Any], list[Values]]
+    cta: Cta, row: Row, stage: Stage, found: Statistics, in_memory: Callable[[Any], list[Values]]
 ) -> Statistics:
     """Adds the chunks in SMEM, or in memory, to the statistics."""
     plan = cta.plan

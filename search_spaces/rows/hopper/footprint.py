@@ -12,9 +12,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper import ACCESS_BYTES, WARP, WARPS
 from search_spaces.problem import nbytes
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
-from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition
-from search_spaces.rows.hopper.pipeline import PersistentPipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes
 from search_spaces.rows.hopper.space import coalescing, itemsizes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.stages import most_statistics
@@ -32,8 +30,8 @@ def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
         "registers": _of_registers,
         "span": _of_registers,
         "ring": _of_registers,
-        "smem": _of_smem,
-        "reread": _of_smem,
+        "smem": _of_chunks,
+        "reread": _of_chunks,
         "pipeline": _of_pipeline,
     }
     masks = [s.residency == residency for residency in parts]
@@ -62,17 +60,19 @@ def _merged(values: list[Any], masks: list[npt.NDArray[np.bool_]]) -> Any:
 def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
     program = p.program
     plan = RegisterPlan.of(program.columns, s)
-    arrays, shared = _Arrays(p), _Shared(p)
+    arrays = _Arrays(p)
     rows = np.minimum(plan.group, p.rows)
     blocks = -(-p.rows // rows)
     persistent = s.blocks > 0
     team = np.where(s.warps == 1, WARPS, 1)
     warps = np.maximum(WARPS, s.warps)
-    accesses = plan.accesses * np.minimum(warps, team * s.warps) * (arrays.count * s.rows + shared.accesses(s.vector))
+    accesses = (
+        plan.accesses * np.minimum(warps, team * s.warps) * (arrays.count * s.rows + arrays.shared_accesses(s.vector))
+    )
     costs = program.costs(again=False)
     elements = rows * plan.accesses * WARP * s.warps * s.vector
     sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
-    held = s.rows + shared.words + len(row_inputs(program)) - 1 + sums + 1.25 * (sums > 0)
+    held = s.rows + arrays.itemsize / 4 + len(program.inputs_of("row")) - 1 + sums + 1.25 * (sums > 0)
     registers = _RESIDENT_REGISTERS + held * plan.accesses * s.vector
     step = Phase(
         mufu_ops=costs[1] * elements,
@@ -80,7 +80,7 @@ def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
         transactions=accesses,
         onchip_bytes_read=np.where(s.stages > 0, chunk_bytes(program) * elements, 0),
     )
-    common = _common(p, s, blocks=blocks, rows=rows, parts=plan.spans, steps=1, shared=shared, step=step)
+    common = _common(p, s, blocks=blocks, rows=rows, parts=plan.spans, steps=1, arrays=arrays, step=step)
     partial = 4.0 * sums * program.columns * plan.grid(p.rows, cores) * team * plan.spans
     return Footprint(
         **common,
@@ -94,36 +94,27 @@ def _of_registers(p: RowProblem, s: Columns, cores: int) -> Footprint:
     )
 
 
-def _of_smem(p: RowProblem, s: Columns, cores: int) -> Footprint:
-    plan = SmemResident.of(p.program.columns, s)
-    return _footprint_of_chunks(p, s, plan, register_chunks=s.register_chunks, steps=1)
-
-
 def _of_pipeline(p: RowProblem, s: Columns, cores: int) -> Footprint:
-    plan = PersistentPipeline.of(p.program.columns, s)
-    return dataclasses.replace(
-        _footprint_of_chunks(p, s, plan, register_chunks=0, steps=plan.chunks), stages=s.stages, persistent=True
-    )
+    return dataclasses.replace(_of_chunks(p, s, cores), stages=s.stages, persistent=True)
 
 
-def _footprint_of_chunks(
-    p: RowProblem, s: Columns, plan: RowPartition, *, register_chunks: Any, steps: Any
-) -> Footprint:
-    program = online(p.program)
-    arrays, shared, operands = _Arrays(p), _Shared(p), len(row_inputs(program))
+def _of_chunks(p: RowProblem, s: Columns, cores: int) -> Footprint:
+    program, plan, register_chunks = online(p.program), RowPartition.of(p.program.columns, s), s.register_chunks
+    steps = plan.chunks if s.stages.any() else 1
+    arrays, operands = _Arrays(p), len(program.inputs_of("row"))
     costs, passes = program.costs(again=True), len(program.stages) + 1
     # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
-    reread = s.residency == "reread"
+    reread = plan.reread
     in_smem = np.where(reread, 0, plan.chunks - register_chunks)
     accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
     accesses = accesses + operands * np.where(reread, passes * plan.chunks * plan.chunk_lines, 0)
-    accesses = accesses + plan.chunks * plan.chunk_lines * (arrays.count - operands + shared.accesses(s.vector))
-    accesses = accesses + plan.ends.fragments * WARPS * (arrays.count + (shared.bytes > 0)) / s.cluster
+    accesses = accesses + plan.chunks * plan.chunk_lines * (arrays.count - operands + arrays.shared_accesses(s.vector))
+    accesses = accesses + plan.end_fragments * WARPS * (arrays.count + (arrays.shared > 0)) / s.cluster
     # ptxas keeps register-cached chunks of softmax as float32 (docs/kernels/rows-hopper.md).
     kept_words = 1.0 if costs[1] else chunk_bytes(program) / 4
-    words = most_statistics(program) + s.accesses * (1 + shared.words + register_chunks * kept_words)
+    words = most_statistics(program) + s.accesses * (1 + arrays.itemsize / 4 + register_chunks * kept_words)
     registers = _CHUNK_REGISTERS + words * s.vector
-    copied = (plan.alignments > 1) & (shared.bytes > 0)
+    copied = (plan.alignments > 1) & (arrays.shared > 0)
     elements = program.columns / s.cluster
     step = Phase(
         mufu_ops=costs[1] * elements / steps,
@@ -140,7 +131,7 @@ def _footprint_of_chunks(
             rows=1,
             parts=s.cluster,
             steps=steps,
-            shared=shared,
+            arrays=arrays,
             step=step,
             passes=np.where(reread, passes, 1),
         ),
@@ -149,35 +140,33 @@ def _footprint_of_chunks(
         threads=s.warps * WARP,
         **_footprint_registers(registers, s.warps * WARP),
         cluster=s.cluster,
-        copied_bytes=np.where(copied, (1 + plan.alignments) * shared.bytes, 0.0),
+        copied_bytes=np.where(copied, (1 + plan.alignments) * arrays.shared, 0.0),
         launches=np.where(copied, 2, 1),
     )
 
 
 class _Arrays:
-    """The arrays of rows that a kernel reads and writes: their number, counting parts, and their bytes."""
+    """The arrays that a kernel reads and writes.
+
+    Attributes:
+      count: arrays of rows, counting parts.
+      read, written: bytes of each operand with rows, and of results.
+      itemsize, shared: bytes of one element, and of all, of the operands that all rows share.
+    """
 
     def __init__(self, p: RowProblem) -> None:
-        operands, results = p.arrays
-        self.count = len(row_inputs(p.program)) + sum(x.parts for x in results if x.kind == "row")
-        self.read = [
-            (f"operand {number + 1}", nbytes(x))
-            for number, (x, o) in enumerate(zip(p.operands(), operands, strict=True))
-            if o.kind in ("row", "scalar")
-        ]
-        self.written = sum(nbytes(x) for x, o in zip(p.results(), results, strict=True) if o.kind != "row sum")
+        operands, results = zip(p.operands(), p.arrays[0], strict=True), zip(p.results(), p.arrays[1], strict=True)
+        self.count = len(p.program.inputs_of("row")) + sum(x.parts for x in p.arrays[1] if x.kind == "row")
+        shared, self.read = list[Any](), list[tuple[str, int]]()
+        for number, (x, of) in enumerate(operands, 1):
+            if of.kind in ("row", "scalar"):
+                self.read.append((f"operand {number}", nbytes(x)))
+            elif of.kind == "shared":
+                shared.append(x)
+        self.written = sum(nbytes(x) for x, of in results if of.kind != "row sum")
+        self.itemsize, self.shared = sum(x.dtype.itemsize for x in shared), sum(map(nbytes, shared))
 
-
-class _Shared:
-    """The operands that all rows share: total bytes, and 32-bit words per element, which keeps its dtype."""
-
-    def __init__(self, p: RowProblem) -> None:
-        shared = [x for x, o in zip(p.operands(), p.arrays[0], strict=True) if o.kind == "shared"]
-        self.itemsize = sum(x.dtype.itemsize for x in shared)
-        self.bytes = sum(map(nbytes, shared))
-        self.words = self.itemsize / 4
-
-    def accesses(self, vector: Any) -> Any:
+    def shared_accesses(self, vector: Any) -> Any:
         """Returns the accesses to shared operands for each access to a row."""
         return -(-vector * self.itemsize // ACCESS_BYTES)
 
@@ -190,12 +179,12 @@ def _common(
     rows: Any,
     parts: Any,
     steps: Any,
-    shared: _Shared,
+    arrays: _Arrays,
     step: Phase,
     passes: Any = 1,
 ) -> dict[str, Any]:
     """Returns the fields common to all residencies, for blocks of `rows` rows; `step` has the work of the lanes."""
-    arrays, narrowest = _Arrays(p), min(itemsizes(p.program))
+    narrowest = min(itemsizes(p.program))
     return {
         "arithmetic": p.arithmetic,
         "grid": (blocks, parts),
@@ -208,7 +197,7 @@ def _common(
                     Operand(bytes=passes * each / (blocks * parts) / steps, axes=(0, 1), name=name)
                     for name, each in arrays.read
                 ),
-                Operand(bytes=shared.bytes / parts / steps, axes=(1,), name="shared"),
+                Operand(bytes=arrays.shared / parts / steps, axes=(1,), name="shared"),
             ),
             flops=p.flops / p.rows * rows / parts / steps,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from search_spaces.hopper import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARP, WARPS
+from search_spaces.jax_compat import plgpu
 from search_spaces.rows.hopper.thread_layout import (
     CLUSTER_RANK,
     REDUCTION_BYTES,
@@ -29,33 +29,6 @@ from search_spaces.space import round_up
 
 LAYOUT = ThreadLayout(warps=1, vector=1)
 ELEMENTS = LAYOUT.rows * LAYOUT.columns  # elements of a fragment: one per thread of a warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Flat references to arrays of rows, and where an element of a row is in each.
-
-    Attributes:
-      refs: one for each operand; None if the operand has no rows.
-      row: index of the row.
-      values: the inputs of the program that are rows.
-    """
-
-    program: Program
-    refs: Sequence[Any]
-    row: Any
-    values: Sequence[int]
-
-    def at(self, value: int, index: Any) -> tuple[Any, Any]:
-        """Returns the reference of an input, and the index there of the element at `index` of rows without gaps."""
-        read = self.program.inputs[value]
-        parts = self.program.operands[read.operand].parts
-        return self.refs[read.operand], index + part_offset(self.program.columns, self.row, parts, read.part)
-
-
-def part_offset(columns: int, row: Any, parts: int, part: int) -> Any:
-    """Returns the distance of an element of a part of a row from its index in rows of a single part."""
-    return 0 if parts == 1 else (row * (parts - 1) + part) * columns
 
 
 class RowStart(NamedTuple):
@@ -87,49 +60,17 @@ class End(NamedTuple):
         return (index >= self.first) & (index < self.last)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowEnds:
-    """The division of a row's ends into fragments; fields may be `Columns` of schedules.
+BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
 
-    Fragments after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
-    elements before the lines are one more fragment, aligned to the start of the row. Overlapping elements count once,
-    and are stored twice with the same bits.
 
-    Attributes:
-      columns: columns of a row.
-      in_lines: number of these in its lines.
-      before: maximum number of these before its lines.
-    """
+def row_dtypes(program: Program) -> tuple[Any, ...]:
+    """Returns the dtypes of the inputs that are rows, each with chunks of its own."""
+    return tuple(jnp.dtype(program.source(x).dtype) for x in program.inputs_of("row"))
 
-    columns: int
-    in_lines: Any
-    before: Any
 
-    @property
-    def fragments_after(self) -> Any:
-        """Fragments after the lines."""
-        return -(-(self.columns - self.in_lines) // ELEMENTS)
-
-    @property
-    def fragments(self) -> Any:
-        return self.fragments_after + (self.before > 0)
-
-    def load(self, rows: Rows, start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
-        """Loads the fragments of one of the `warpgroups` that share the row.
-
-        All warpgroups have the same number of fragments; some may not exist.
-        """
-        after, fragments = int(self.fragments_after), int(self.fragments)
-        ends = []
-        for offset in range(0, fragments, warpgroups):
-            number = warpgroup + offset
-            is_after, end_of_row = number < after, start.row + self.columns
-            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
-            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
-            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
-            loaded = {value: LAYOUT.load_flat(*rows.at(value, begin)) for value in rows.values}
-            ends.append(End(begin, loaded, first, last, number < fragments))
-        return ends
+def chunk_bytes(program: Program) -> int:
+    """Returns the bytes of one element of all inputs that are rows."""
+    return sum(x.itemsize for x in row_dtypes(program))
 
 
 class Scratch(NamedTuple):
@@ -150,12 +91,12 @@ class Scratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowPartition(abc.ABC):
+class RowPartition:
     """A row in parts, one per CTA of a cluster, each in chunks of lines; fields may be `Columns` of schedules.
 
     A line is one access of all threads of a warp. The last part starts early enough to be whole, as does the last chunk
     of each part. A row need not consist of whole lines, nor start at a multiple of an access: its lines do, and the
-    elements before and after them are its `ends`.
+    elements before and after them are its ends.
 
     Attributes:
       columns: columns of a row.
@@ -163,6 +104,13 @@ class RowPartition(abc.ABC):
       warpgroups: computing warpgroups of one CTA.
       accesses: accesses of a thread to a chunk: lines of each warp in it.
       cluster: CTAs that share a row.
+      register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
+      reread: whether no chunk is kept: each stage reads the row again, from L2 as far as that holds it.
+      pipeline: chunks that a CTA of a persistent pipeline has in SMEM at once; 0 if SMEM has all chunks of a row. A
+        chunk of one row is applied just before a chunk of the next row is reduced, and the next chunk to load takes its
+        stage. So there are stages for a row, for prefetched chunks, and for chunks in flight: more than `chunks` +
+        `prefetch`, because otherwise no load would have a stage before it is waited for.
+      prefetch: chunks of the next row that are reduced before statistics of this one are needed.
     """
 
     columns: int
@@ -170,6 +118,16 @@ class RowPartition(abc.ABC):
     warpgroups: Any
     accesses: Any
     cluster: Any
+    register_chunks: Any
+    reread: Any
+    pipeline: Any
+    prefetch: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> RowPartition:
+        """Returns the partition of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
+        threads, reread = (s.vector, s.warps // WARPS, s.accesses), s.residency == "reread"
+        return cls(columns, *threads, s.cluster, s.register_chunks, reread, s.stages, s.prefetch)
 
     @property
     def line(self) -> Any:
@@ -187,8 +145,18 @@ class RowPartition(abc.ABC):
         return self.row_lines * self.line
 
     @property
-    def ends(self) -> RowEnds:
-        return RowEnds(self.columns, self.in_lines, self._most_before)
+    def _fragments_after(self) -> Any:
+        return -(-(self.columns - self.in_lines) // ELEMENTS)
+
+    @property
+    def end_fragments(self) -> Any:
+        """Fragments of a row's ends, of which at most one is before its lines.
+
+        Those after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
+        one before the lines is aligned to the start of the row. Overlapping elements count once, and are stored twice
+        with the same bits.
+        """
+        return self._fragments_after + (self._most_before > 0)
 
     @property
     def part_lines(self) -> Any:
@@ -243,13 +211,30 @@ class RowPartition(abc.ABC):
         """Maximum number of elements of a row before its first multiple of an access."""
         return self.vector - np.gcd(self.columns, self.vector)
 
-    @abc.abstractmethod
+    @property
+    def stages(self) -> Any:
+        """Chunks in SMEM."""
+        return np.where(self.pipeline > 0, self.pipeline, np.where(self.reread, 0, self.chunks - self.register_chunks))
+
+    def _buffers(self, program: Program) -> Any:
+        return np.where(self.pipeline > 0, BUFFERS, len(program.stages))
+
     def smem_bytes(self, program: Program) -> Any:
         """Returns the SMEM of one CTA, exact to the byte: the size of `scratch`."""
+        barriers = (np.where(self.pipeline > 0, 2, 1) * self.stages + (self.cluster == 1)) * BARRIER_BYTES
+        chunks = sum(round_up(self.stages * self.chunk * x.itemsize, SMEM_ALIGNMENT) for x in row_dtypes(program))
+        return chunks + self.partials(program).smem_bytes(self._buffers(program)) + REDUCTION_BYTES + barriers
 
-    @abc.abstractmethod
     def scratch(self, program: Program) -> Scratch:
-        """Returns the SMEM to allocate."""
+        """Returns the SMEM to allocate. If SMEM has all chunks of a row, each stage is filled once, and never empty."""
+        stages, buffer, dtypes = int(self.stages), self.partials(program), row_dtypes(program)
+        return Scratch(
+            arrived=buffer.barrier(),
+            full=plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=stages) if stages else None,
+            empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=stages) if self.pipeline else None,
+            stages=tuple(plgpu.SMEM((stages, self.chunk), dtype) for dtype in dtypes) if stages else None,
+            partials=buffer.scratch(int(self._buffers(program))),
+        )
 
     def partials(self, program: Program) -> PartialsBuffer:
         return PartialsBuffer(most_statistics(program), WARPS * self.warpgroups, self.cluster)
@@ -307,10 +292,26 @@ class RowPartition(abc.ABC):
             return RowStart(first, first)
         return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
 
-    def load_ends(self, rows: Rows, start: RowStart, warpgroup: Any) -> list[End]:
-        """Returns the ends of a row that belong to this warpgroup of this CTA."""
-        first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
-        return self.ends.load(rows, start, first + warpgroup, self.warpgroups * self.cluster)
+    def load_ends(self, load: Callable[[Any], Mapping[int, jax.Array]], start: RowStart, warpgroup: Any) -> list[End]:
+        """Returns the ends of a row that belong to this warpgroup of this CTA.
+
+        All warpgroups have the same number of fragments; some may not exist.
+
+        Args:
+          load: loads the fragment at an index, for each input that is a row.
+        """
+        rank = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
+        own, warpgroups = rank + warpgroup, self.warpgroups * self.cluster
+        after, fragments = int(self._fragments_after), int(self.end_fragments)
+        ends = []
+        for offset in range(0, fragments, warpgroups):
+            number = own + offset
+            is_after, end_of_row = number < after, start.row + self.columns
+            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
+            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
+            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
+            ends.append(End(begin, load(begin), first, last, number < fragments))
+        return ends
 
     def aligned_copies(self, shared: jax.Array) -> jax.Array:
         """Returns the operand that all rows share, once for each of the `alignments`, concatenated.
@@ -332,8 +333,6 @@ class RowPartition(abc.ABC):
 
 # ------------------------------------------------------------------------------
 # Rows in registers.
-
-BUFFERS = 2  # of partials: a warp may be one exchange ahead of the others, and no more
 
 
 @dataclasses.dataclass(frozen=True)

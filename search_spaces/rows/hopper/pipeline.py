@@ -23,8 +23,6 @@ releases a block of an operand after its step; here a chunk is read in two steps
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,67 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import BARRIER_BYTES, WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu
-from search_spaces.rows.hopper.chunks import Cta, Row, launch, row_inputs, stage_arrays, stages_bytes
-from search_spaces.rows.hopper.partition import BUFFERS, RowPartition, Scratch, persistent_ctas
-from search_spaces.rows.hopper.thread_layout import REDUCTION_BYTES
-from search_spaces.rows.program import Program
+from search_spaces.rows.hopper.chunks import Cta, Row
+from search_spaces.rows.hopper.partition import BUFFERS
 from search_spaces.rows.stages import Stage, Statistics
-
-
-@dataclasses.dataclass(frozen=True)
-class PersistentPipeline(RowPartition):
-    """The parameters of the pipeline; fields may be `Columns` of schedules.
-
-    A chunk of one row is applied just before a chunk of the next row is reduced, and the next chunk to load takes its
-    stage. So there are stages for a row, for prefetched chunks, and for chunks in flight: more than `chunks` +
-    `prefetch`, because otherwise no load would have a stage before it is waited for.
-
-    Attributes:
-      stages: chunks that a CTA has in SMEM at once.
-      prefetch: chunks of the next row that are reduced before statistics of this one are needed.
-    """
-
-    stages: Any
-    prefetch: Any
-
-    @classmethod
-    def of(cls, columns: int, s: Any) -> PersistentPipeline:
-        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
-        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
-
-    def smem_bytes(self, program: Program) -> Any:
-        barriers = (2 * self.stages + (self.cluster == 1)) * BARRIER_BYTES
-        buffers = self.partials(program).smem_bytes(BUFFERS)
-        return stages_bytes(program, self.stages, self.chunk) + buffers + REDUCTION_BYTES + barriers
-
-    def scratch(self, program: Program) -> Scratch:
-        buffer = self.partials(program)
-        return Scratch(
-            arrived=buffer.barrier(),
-            full=plgpu.Barrier(num_arrivals=len(row_inputs(program)), num_barriers=self.stages),
-            empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
-            stages=stage_arrays(program, self.stages, self.chunk),
-            partials=buffer.scratch(BUFFERS),
-        )
-
-
-def persistent_pipeline(
-    program: Program,
-    plan: PersistentPipeline,
-    cores: int,
-    results: Sequence[jax.ShapeDtypeStruct],
-    arrays: Sequence[jax.Array],
-    rows: int,
-) -> list[jax.Array]:
-    """Runs the kernel. Persistent CTAs, or clusters of them, take the rows in turn, with a fixed stride.
-
-    All should fit the chip at once. If they do not, the last ones start when the first have ended.
-    """
-    run = functools.partial(_rows, of_array=rows)
-    return launch(run, program, plan, results, arrays, persistent_cta=persistent_ctas(plan.cluster, cores, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +48,7 @@ class _Waves:
       pipeline: pipeline of the CTA's stages.
     """
 
-    cta: Cta[PersistentPipeline]
+    cta: Cta
     first: Any
     stride: Any
     waves: Any
@@ -142,11 +84,11 @@ class _Waves:
         return self.pipeline.stage(wave * self.chunks + chunk)
 
 
-def _rows(cta: Cta[PersistentPipeline], of_array: int) -> None:
-    """Processes all rows of a persistent CTA."""
+def all_rows(cta: Cta, of_array: int) -> None:
+    """Processes all rows of a persistent CTA. Persistent CTAs, or clusters of them, take the rows in turn."""
     first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
     waves = lax.div(of_array - 1 - first + stride, stride)
-    pipeline = Pipeline(cta.plan.stages, 1, cta.scratch.full, cta.scratch.empty)
+    pipeline = Pipeline(cta.plan.pipeline, 1, cta.scratch.full, cta.scratch.empty)
     rows = _Waves(cta, first, stride, waves, pipeline)
     _produce_first(rows)
     found = cta.init(rows.reduction)
@@ -185,7 +127,7 @@ def _wave(
         return _reduce(rows, wave, chunk, found, overlap)
 
     row = cta.row(rows.row(wave))
-    ends = plan.load_ends(cta.rows(row.index), row.start, cta.warpgroup)
+    ends = cta.load_ends(row)
     first = prefetch
     if not prefetch and plan.part_overlap:
         found, first = step(jnp.int32(0), found, overlap=cta.overlap_of(0)), 1
@@ -216,16 +158,16 @@ def _produce_first(rows: _Waves) -> None:
 
     @pl.when(rows.cta.warpgroup == 0)
     def fill() -> None:
-        first = lax.min(rows.waves * rows.chunks, rows.cta.plan.stages)
+        first = lax.min(rows.waves * rows.chunks, rows.cta.plan.pipeline)
         lax.fori_loop(0, first, lambda load, _: _copy(rows, load), None)
 
 
 def _produce(rows: _Waves, wave: Any, chunk: Any) -> None:
     """Refills the stage that was applied in the previous step of the pipeline."""
     cta, plan = rows.cta, rows.cta.plan
-    load = wave * rows.chunks + chunk - (1 + rows.chunks + plan.prefetch) + plan.stages
+    load = wave * rows.chunks + chunk - (1 + rows.chunks + plan.prefetch) + plan.pipeline
 
-    @pl.when((cta.warpgroup == 0) & (load >= plan.stages) & (load < rows.waves * rows.chunks))
+    @pl.when((cta.warpgroup == 0) & (load >= plan.pipeline) & (load < rows.waves * rows.chunks))
     def refill() -> None:
         plgpu.barrier_wait(rows.pipeline.empty.at[rows.pipeline.stage(load)])
         plgpu.commit_smem()  # orders the reads before a write by TMA

@@ -7,7 +7,7 @@ over rows that are results; and persistent blocks whose groups arrive in SMEM by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from search_spaces.hopper import WARPS
 from search_spaces.hopper.synchronization import Pipeline
 from search_spaces.jax_compat import plgpu, store
 from search_spaces.rows.hopper.partition import BUFFERS, RegisterPlan
-from search_spaces.rows.hopper.thread_layout import ThreadLayout
+from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK, ThreadLayout
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, with_scalars
 
@@ -28,6 +28,27 @@ from search_spaces.rows.stages import Stage, Statistics, with_scalars
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
 )
+
+
+def gpu_kernel(
+    body: Callable[..., None],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    grid: Mapping[str, int],
+    warpgroups: int,
+    cluster: int = 1,
+) -> Callable[..., Sequence[jax.Array]]:
+    """Returns a kernel with this code for each warpgroup; `grid` has CTAs, or clusters, by the name of their axis."""
+    in_cluster = {"cluster": (cluster,), "cluster_names": (CLUSTER_RANK,)} if cluster > 1 else {}
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outs),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=COMPILER_PARAMS,
+        **in_cluster,
+    )
 
 
 def run_in_registers(
@@ -60,15 +81,7 @@ def run_in_registers(
         pl.run_scoped(block.run_ring, *block.scratch(), collective_axes="warpgroup")
 
     numbers = [x.reshape(1) if x.ndim == 0 else x for x in arrays]
-    made = plgpu.kernel(
-        kernel,
-        out_type=tuple(outs),
-        grid=(blocks * spans,),
-        grid_names=("block",),
-        num_threads=int(plan.warpgroups),
-        thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
-    )(*numbers)
+    made = gpu_kernel(kernel, outs, {"block": blocks * spans}, int(plan.warpgroups))(*numbers)
     return [
         jnp.sum(x, axis=(0, 1)) if declared.kind == "row sum" else x
         for x, declared in zip(made, program.results, strict=True)
@@ -77,12 +90,15 @@ def run_in_registers(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What the code of one block knows.
+    """What the code of one block knows: warps share a row, or those of a warpgroup have a row each.
+
+    In a ring, warps that share a row have a line each of a fragment, whose "rows" are then parts of one row.
 
     Attributes:
       rows: rows of the arrays.
       blocks, spans: blocks for each span of columns, and spans of a row.
       operands, out: references to all arrays.
+      partials, arrived: SMEM and barrier of the all-reduce of a ring; None without it.
     """
 
     program: Program
@@ -92,6 +108,9 @@ class _Block:
     spans: int
     operands: Sequence[Any]
     out: Sequence[Any]
+    warpgroup: Any = 0
+    partials: Any = None
+    arrived: Any = None
 
     @property
     def layout(self) -> ThreadLayout:
@@ -144,19 +163,18 @@ class _Block:
         """Computes one group of rows after the other, with loads into registers."""
         first = lax.div(lax.axis_index("block"), self.spans) if self.spans > 1 else lax.axis_index("block")
         groups = -(-self.rows // self.group)
-        team = _Team(self)
 
         def load(group: Any) -> tuple[Any, Any, Callable[[int, int, int], jax.Array]]:
             begin, row = self._rows_of(group)
             return begin, row, lambda value, step, start: self._from_memory(value, row, step, start)
 
         if not self.plan.blocks:
-            self._compute(team, *load(first), sums=())
+            self._compute(*load(first), sums=())
             return
         waves = lax.div(groups - 1 - first + self.blocks, self.blocks)
 
         def body(wave: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return self._compute(team, *load(first + wave * self.blocks), sums=sums)
+            return self._compute(*load(first + wave * self.blocks), sums=sums)
 
         self._store_sums(first, lax.fori_loop(0, waves, body, self._no_sums()))
 
@@ -166,8 +184,8 @@ class _Block:
         first, groups = lax.axis_index("block"), -(-self.rows // self.group)
         waves = lax.div(groups - 1 - first + self.blocks, self.blocks)
         warpgroup = lax.axis_index("warpgroup")
+        block = dataclasses.replace(self, warpgroup=warpgroup, partials=partials, arrived=arrived)
         pipeline = Pipeline(plan.stages, 1, full, empty)
-        team = _Team(self, warpgroup, partials, arrived)
 
         def copy(wave: Any) -> None:
             stage = pipeline.stage(wave)
@@ -197,7 +215,7 @@ class _Block:
 
             plgpu.barrier_wait(full.at[stage])
             loaded = {
-                (value, step, start): self._from_stage(buffers, stage, value, step, start, team.offset)
+                (value, step, start): block._from_stage(buffers, stage, value, step, start)
                 for value in self._vectors("row")
                 for step in range(plan.rows)
                 for start in range(int(plan.accesses))
@@ -208,12 +226,12 @@ class _Block:
             def at(value: int, step: int, start: int) -> jax.Array:
                 if (value, step, start) in loaded:
                     return loaded[value, step, start]
-                return self._from_memory(value, row, step, start, team.offset)
+                return block._from_memory(value, row, step, start)
 
-            return self._compute(team, begin, row, at, sums=sums, exchanges=wave * len(self.program.stages))
+            return block._compute(begin, row, at, sums=sums, exchanges=wave * len(self.program.stages))
 
         sums = lax.fori_loop(0, waves, body, self._no_sums(), unroll=False)
-        self._store_sums(first, sums, team.offset)
+        block._store_sums(first, sums)
 
         @pl.when(warpgroup == 0)
         def drain() -> None:
@@ -222,13 +240,13 @@ class _Block:
     def _vectors(self, kind: str) -> list[int]:
         """Returns the inputs of this kind that a stage reads."""
         read = sorted(frozenset().union(*self.program.reads))
-        return [x for x in read if self.program.operands[self.program.inputs[x].operand].kind == kind]
+        return [x for x in read if self.program.source(x).kind == kind]
 
-    def _from_memory(self, value: int, row: Any, step: int, start: int, offset: Any = 0) -> jax.Array:
+    def _from_memory(self, value: int, row: Any, step: int, start: int) -> jax.Array:
         """Loads a fragment of an input from device memory."""
         read = self.program.inputs[value]
         operand = self.program.operands[read.operand]
-        column = read.part * self.plan.columns + self._span_start() + self._starts()[start] + offset
+        column = read.part * self.plan.columns + self._span_start() + self._starts()[start] + self.offset
         if operand.kind == "shared":
             return self._load_shared(self.operands[read.operand], column)
         return self.layout.load(self.operands[read.operand], row + step * self.layout.rows, column)
@@ -238,11 +256,11 @@ class _Block:
             return self.layout.load_flat(ref, column)
         return self.layout.load_shared(ref, column)
 
-    def _from_stage(self, buffers: Any, stage: Any, value: int, step: int, start: int, offset: Any) -> jax.Array:
+    def _from_stage(self, buffers: Any, stage: Any, value: int, step: int, start: int) -> jax.Array:
         """Loads a fragment of an input from a stage of the ring."""
         read = self.program.inputs[value]
         buffer = buffers[self._by_row.index(read.operand)].at[stage]
-        column = read.part * self.plan.columns + self._starts()[start] + offset
+        column = read.part * self.plan.columns + self._starts()[start] + self.offset
         if self.plan.warps == 1:
             return self.layout.load(buffer, step * self.layout.rows, column)
         return self.layout.load_flat(buffer.at[step], column)
@@ -251,7 +269,6 @@ class _Block:
 
     def _compute(
         self,
-        team: _Team,
         begin: Any,
         row: Any,
         load: Callable[[int, int, int], jax.Array],
@@ -272,65 +289,63 @@ class _Block:
         ]
         shared = {(x, start): load(x, 0, start) for x in self._vectors("shared") for start in starts}
         for step in range(plan.rows):
-            at = row + step * team.rows
-            scalars = with_scalars(program, 0, self._scalars(team, at))
+            at = row + step * self.fragment_rows
+            scalars = with_scalars(program, 0, self._scalars(at))
             known = {**first[step], **shared}
-            each = [self._values(scalars, known, team, start) for start in starts]
-            masks = self._masks(team)
+            each = [self._values(scalars, known, start) for start in starts]
+            masks = self._masks()
             for number in range(len(program.stages)):
                 stage = Stage(program, number)
                 elements = list(zip(each, masks, strict=True))
-                statistics = team.all_reduce(stage, elements, exchanges + number)
+                statistics = self._all_reduce(stage, elements, exchanges + number)
                 scalars = stage.finish(statistics, scalars)
                 for values in each:
                     values.known.update(scalars)
-            self._store(team, at, each, scalars)
-            sums = self._add(team, sums, each, at, begin)
+            self._store(at, each)
+            sums = self._add(sums, each, at, begin)
         return sums
 
-    def _values(self, scalars: dict[int, jax.Array], known: Any, team: _Team, start: int) -> Values:
+    def _values(self, scalars: dict[int, jax.Array], known: Any, start: int) -> Values:
         def load(value: int) -> jax.Array:
             if value >= len(self.program.inputs):
-                return team.columns() + (self._span_start() + self._starts()[start])
+                return self._columns() + (self._span_start() + self._starts()[start])
             loaded: jax.Array = known[value, start]
             return loaded.astype(within(str(loaded.dtype)))
 
-        return Values(self.program, scalars, load, team.broadcast)
+        return Values(self.program, scalars, load, self._broadcast)
 
-    def _masks(self, team: _Team) -> list[jax.Array | None]:
+    def _masks(self) -> list[jax.Array | None]:
         """Returns, for each fragment, which elements no fragment before has; None if all are new."""
         starts, span = self._starts(), int(self.plan.span)
         overlap = len(starts) * int(self.plan.width) - span
-        last = team.columns() >= overlap if overlap else None
+        last = self._columns() >= overlap if overlap else None
         return [*(None for _ in starts[1:]), last]
 
-    def _scalars(self, team: _Team, row: Any) -> dict[int, jax.Array]:
+    def _scalars(self, row: Any) -> dict[int, jax.Array]:
         found = {}
         for number, read in enumerate(self.program.inputs):
             kind, ref = self.program.operands[read.operand].kind, self.operands[read.operand]
             if kind == "scalar":
-                found[number] = team.load_scalars(ref, row)
+                found[number] = self._load_scalars(ref, row)
             elif kind == "number":
                 found[number] = ref[0]
         return {x: array.astype(within(str(array.dtype))) for x, array in found.items()}
 
-    def _store(self, team: _Team, row: Any, each: Sequence[Values], scalars: dict[int, jax.Array]) -> None:
+    def _store(self, row: Any, each: Sequence[Values]) -> None:
         for result, ref in zip(self.program.results, self.out, strict=True):
             if result.kind == "scalar":
-                team.store_scalars(ref, row, jnp.asarray(each[0][result.values[0]]))
+                self._store_scalars(ref, row, jnp.asarray(each[0][result.values[0]]))
                 continue
             for part, atom in enumerate(result.values if result.kind == "row" else ()):
                 for start, values in enumerate(each):
                     column = part * self.plan.columns + self._span_start() + self._starts()[start]
-                    team.store(ref, row, column, narrowed(values, atom, result.dtype))
+                    self._store_fragment(ref, row, column, narrowed(values, atom, result.dtype))
 
     def _no_sums(self) -> tuple[jax.Array, ...]:
         count = sum(len(result.values) for result in self.program.results if result.kind == "row sum")
         return tuple(self.layout.full(0.0) for _ in range(count * int(self.plan.accesses)))
 
-    def _add(
-        self, team: _Team, sums: tuple[jax.Array, ...], each: Sequence[Values], row: Any, begin: Any
-    ) -> tuple[jax.Array, ...]:
+    def _add(self, sums: tuple[jax.Array, ...], each: Sequence[Values], row: Any, begin: Any) -> tuple[jax.Array, ...]:
         """Adds the elements of these rows to the sums over rows."""
         rest = list(sums)
         found = []
@@ -339,12 +354,12 @@ class _Block:
                 for values in each:
                     vector = values.vector(atom)
                     if self.rows % self.group:
-                        vector = jnp.where(team.row_numbers(row) >= begin, vector, np.float32(0))
+                        vector = jnp.where(self._row_numbers(row) >= begin, vector, np.float32(0))
                     found.append(rest.pop(0) + vector)
         return tuple(found)
 
-    def _store_sums(self, block: Any, sums: tuple[jax.Array, ...], offset: Any = 0) -> None:
-        rest = list(sums)
+    def _store_sums(self, block: Any, sums: tuple[jax.Array, ...]) -> None:
+        rest, offset = list(sums), self.offset
         for result, ref in zip(self.program.results, self.out, strict=True):
             for part in range(len(result.values)) if result.kind == "row sum" else ():
                 for start in self._starts():
@@ -357,25 +372,8 @@ class _Block:
                     else:
                         store(ref.at[block, 0, pl.ds(column, self.layout.columns)], fragment)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Team:
-    """The warps that share a row, or the warps of a warpgroup with a row each: how these load, reduce and store.
-
-    In a ring, warps that share a row have a line each of a fragment, whose "rows" are then parts of one row.
-
-    Attributes:
-      partials, arrived: SMEM and barrier of the all-reduce of a ring; None without it.
-    """
-
-    block: _Block
-    warpgroup: Any = 0
-    partials: Any = None
-    arrived: Any = None
-
-    @property
-    def layout(self) -> ThreadLayout:
-        return self.block.layout
+    # ------------------------------------------------------------------------------
+    # Fragments.
 
     @property
     def lines(self) -> bool:
@@ -383,7 +381,7 @@ class _Team:
         return self.partials is not None
 
     @property
-    def rows(self) -> int:
+    def fragment_rows(self) -> int:
         """Rows of a fragment."""
         return 1 if self.lines else self.layout.rows
 
@@ -392,32 +390,32 @@ class _Team:
         """Columns of a fragment before those of this warpgroup."""
         return self.warpgroup * (self.layout.rows * self.layout.columns) if self.lines else 0
 
-    def columns(self) -> jax.Array:
+    def _columns(self) -> jax.Array:
         """Returns the column of each element of a fragment."""
         layout = self.layout
         if not self.lines:
             return layout.iota(len(layout.shape) - 1)
         return layout.element() + self.offset
 
-    def row_numbers(self, row: Any) -> jax.Array:
+    def _row_numbers(self, row: Any) -> jax.Array:
         """Returns the row of each element of a fragment that starts at `row`."""
         layout = self.layout
         if self.lines or len(layout.shape) == 1:
             return layout.iota(0) * 0 + row
         return layout.iota(0) + row
 
-    def broadcast(self, by_row: jax.Array) -> jax.Array:
+    def _broadcast(self, by_row: jax.Array) -> jax.Array:
         if self.lines:
             return lax.broadcast_in_dim(by_row, self.layout.shape, ())
         return self.layout.broadcast(by_row)
 
-    def load_scalars(self, ref: Any, row: Any) -> jax.Array:
+    def _load_scalars(self, ref: Any, row: Any) -> jax.Array:
         if self.lines:
             element: jax.Array = ref[row]
             return element
         return self.layout.load_scalars(ref, row)
 
-    def store_scalars(self, ref: Any, row: Any, by_row: jax.Array) -> None:
+    def _store_scalars(self, ref: Any, row: Any, by_row: jax.Array) -> None:
         if not self.lines:
             self.layout.store_scalars(ref, row, by_row)
             return
@@ -426,20 +424,20 @@ class _Team:
         def store_them() -> None:
             ThreadLayout(WARPS, 1).store_scalars(ref, row, by_row)
 
-    def store(self, ref: Any, row: Any, column: Any, fragment: jax.Array) -> None:
+    def _store_fragment(self, ref: Any, row: Any, column: Any, fragment: jax.Array) -> None:
         if self.lines:
             self.layout.store_flat(ref.at[row], column + self.offset, fragment)
         else:
             self.layout.store(ref, row, column, fragment)
 
-    def all_reduce(
+    def _all_reduce(
         self, stage: Stage, elements: Sequence[tuple[Values, jax.Array | None]], exchange: Any
     ) -> Statistics:
         """Returns the statistics of each row."""
         of_rows = stage.reduce(stage.of([(x.vector, mask) for x, mask in elements]), self.layout)
         if not self.lines:
             return of_rows
-        buffer = self.block.plan.partials(self.block.program)
+        buffer = self.plan.partials(self.program)
         partials = self.partials.at[lax.rem(exchange, BUFFERS)]
         buffer.arrive(of_rows, self.warpgroup, partials, self.arrived.at[0])
         return buffer.wait(stage, partials, self.arrived.at[0])

@@ -167,7 +167,7 @@ def resident_channels(
     tasks, slots = samples * blocks, int(plan.warpgroups) * chunks
     of_slot = (int(plan.chunk), 1, int(plan.block))
     rows = next(x for x, o in zip(arrays, program.operands, strict=True) if o.kind == "row")
-    (value,) = [x for x, read in enumerate(program.inputs) if program.operands[read.operand].kind == "row"]
+    (value,) = program.inputs_of("row")
 
     def run(values: Mapping[str, Any]) -> None:
         first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,7 @@ import numpy as np
 
 from search_spaces.hopper import ACCESS_BYTES, MAX_BARRIERS, SECTOR_BYTES, WARP, WARPGROUP, not_hopper
 from search_spaces.rows.builder import online
-from search_spaces.rows.hopper.chunks import SmemResident, chunk_bytes, row_inputs
-from search_spaces.rows.hopper.partition import RegisterPlan
-from search_spaces.rows.hopper.pipeline import PersistentPipeline
+from search_spaces.rows.hopper.partition import RegisterPlan, RowPartition, chunk_bytes
 from search_spaces.rows.problem import RowProblem
 from search_spaces.rows.program import Program
 from search_spaces.space import Choice, Columns, Rule, Space
@@ -34,8 +33,7 @@ class RowSchedule:
     """A union of three schedules, tagged by `residency`: fields of the other residencies stay at their defaults.
 
     The dataclass is flat because columns, stores and samplers need it. Stores omit defaults, so a stored schedule has
-    the tag and the fields of its residency. Rules, footprints and kernels use separate types with only those fields:
-    `RegisterPlan`, `SmemResident` and `PersistentPipeline`.
+    the tag and the fields of its residency. Rules, footprints and kernels use `RegisterPlan` and `RowPartition`.
 
     Attributes:
       residency: where a row resides until it has been read completely: in "registers", or a "span" of it if elements
@@ -70,7 +68,7 @@ class RowSchedule:
 
 def itemsizes(program: Program) -> tuple[int, ...]:
     """Returns the bytes of an element of each array of rows that is read or written."""
-    read = [program.operands[program.inputs[x].operand].dtype for x in row_inputs(program)]
+    read = [program.source(x).dtype for x in program.inputs_of("row")]
     written = [x.dtype for x in program.results for _ in x.values if x.kind == "row"]
     return tuple(jnp.dtype(dtype).itemsize for dtype in (*read, *written))
 
@@ -197,15 +195,11 @@ def _for_residency(residency: str, rule: Rule) -> Rule:
 def _weight(program: Program) -> int:
     """Returns how many arrays of elements a thread holds at once, in units of the smallest program: one row."""
     sums = sum(len(x.values) for x in program.results if x.kind == "row sum")
-    return max(1, len(row_inputs(program)) + 2 * sums)
+    return max(1, len(program.inputs_of("row")) + 2 * sums)
 
 
 def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) -> Residency:
-    program = p.program
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
-
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
     return Residency(
         choices={
             "warps": (4, 1),
@@ -230,10 +224,7 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) ->
 
 
 def _span(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
-    program = p.program
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
 
     def blocks(s: Any) -> Any:
         return plan(s).grid(p.rows, cores) * plan(s).spans
@@ -264,15 +255,12 @@ def _span(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
 
 
 def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
-    program = p.program
+    program, plan = p.program, functools.partial(RegisterPlan.of, p.program.columns)
     aligned = all(
         x.parts * program.columns * jnp.dtype(x.dtype).itemsize % ACCESS_BYTES == 0
         for x in program.operands
         if x.kind == "row"
     )
-
-    def plan(s: Any) -> RegisterPlan:
-        return RegisterPlan.of(program.columns, s)
 
     def ring_bytes(s: Any) -> Any:
         return plan(s).smem_bytes(program)
@@ -312,10 +300,7 @@ def _ring(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     program = p.program
     columns, element_bytes = program.columns, chunk_bytes(program)
-    row_bytes = columns * element_bytes
-
-    def plan(s: Any) -> SmemResident:
-        return SmemResident.of(columns, s)
+    row_bytes, plan = columns * element_bytes, functools.partial(RowPartition.of, columns)
 
     def bytes_of_chunk(s: Any) -> Any:
         return plan(s).chunk * element_bytes
@@ -364,10 +349,7 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     program = p.program
     columns, element_bytes = program.columns, chunk_bytes(program)
-    row_bytes = columns * element_bytes
-
-    def plan(s: Any) -> PersistentPipeline:
-        return PersistentPipeline.of(columns, s)
+    row_bytes, plan = columns * element_bytes, functools.partial(RowPartition.of, columns)
 
     def stages_bytes(s: Any) -> Any:
         return s.stages * plan(s).chunk * element_bytes
@@ -402,7 +384,7 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 
 def _of_chunks(program: Program, kind: str) -> dict[str, Rule]:
     """Returns rules for rows in chunks."""
-    columns, narrowest = program.columns, min(itemsizes(program)[: len(row_inputs(program))])
+    columns, narrowest = program.columns, min(itemsizes(program)[: len(program.inputs_of("row"))])
     any_length = not program.has_parts or columns % 8 == 0
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (

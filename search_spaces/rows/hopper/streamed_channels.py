@@ -31,7 +31,7 @@ from search_spaces.rows.hopper.channel_layout import (
     kept_inputs,
     opaque,
 )
-from search_spaces.rows.hopper.registers import COMPILER_PARAMS
+from search_spaces.rows.hopper.registers import gpu_kernel
 from search_spaces.rows.hopper.thread_layout import CLUSTER_RANK
 from search_spaces.rows.program import Program, Values, narrowed, within
 from search_spaces.rows.stages import Stage, Statistics, most_statistics, with_scalars
@@ -76,7 +76,7 @@ class Cta:
     def run(self) -> None:
         scalars = self._first_scalars()
         of_channels = self.plan.shared_axis == "channels"
-        shared = {x: self._shared(x) for x in self._inputs("shared") if of_channels}
+        shared = {x: self._shared(x) for x in self.program.inputs_of("shared") if of_channels}
         for number in range(len(self.program.stages)):
             stage = Stage(self.program, number)
             found = self._reduce(stage, scalars, shared, backwards=bool(number % 2))
@@ -110,15 +110,11 @@ class Cta:
             carry = lax.fori_loop(begin, opaque(end), step, carry) if end > begin else carry
         return carry
 
-    def _inputs(self, kind: str) -> list[int]:
-        found = enumerate(self.program.inputs)
-        return [x for x, read in found if self.program.operands[read.operand].kind == kind]
-
     def _first_scalars(self) -> dict[int, jax.Array]:
         found = {}
-        for x in self._inputs("number"):
+        for x in self.program.inputs_of("number"):
             found[x] = self.refs[self.program.inputs[x].operand][0]
-        for x in self._inputs("scalar"):
+        for x in self.program.inputs_of("scalar"):
             ref = self.refs[self.program.inputs[x].operand]
             found[x] = load(ref.at[self.sample * int(self.plan.blocks) + self.block], self.layout.of_numbers())
         found = {x: value.astype(within(str(value.dtype))) for x, value in found.items()}
@@ -187,7 +183,7 @@ class Cta:
         fragments = []
         for access, position in enumerate(positions):
             loaded = {}
-            for x in self._inputs("row"):
+            for x in self.program.inputs_of("row"):
                 if x in self.program.reads[stage]:
                     in_smem = self._in_smem(x, chunk, access) if kept and stage else None
                     loaded[x] = self._load(x, position) if in_smem is None else load(in_smem, self.layout.layout)
@@ -380,15 +376,6 @@ def launch(
         else:
             body({"chunks": {}, "partials": None, "exchanged": None, "arrived": ()})
 
-    in_cluster = {"cluster": (cluster,), "cluster_names": (CLUSTER_RANK,)} if cluster > 1 else {}
-    made = plgpu.kernel(
-        kernel,
-        out_type=tuple(outs),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER_PARAMS,
-        **in_cluster,
-    )(*(x.reshape(shape(x, o.kind)) for x, o in zip(arrays, program.operands, strict=True)))
+    inputs = (x.reshape(shape(x, o.kind)) for x, o in zip(arrays, program.operands, strict=True))
+    made = gpu_kernel(kernel, outs, grid, warpgroups, cluster)(*inputs)
     return [x.reshape(s.shape) for x, s in zip(made, results, strict=False)]

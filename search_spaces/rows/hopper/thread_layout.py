@@ -143,16 +143,12 @@ class ChunkLayout:
     def shape(self) -> tuple[int, ...]:
         return (WARPS * WARP * self.vector * self.accesses,)
 
-    def broadcast(self, scalar: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(scalar, self.shape, ())
-
     def iota(self, axis: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
 
     def load(self, ref: Any, start: Any) -> jax.Array:
         """Loads the share in its dtype in memory."""
-        elements = WARPS * WARP * self.vector * self.accesses
-        return load(ref.at[pl.ds(start, elements)], self.layout)
+        return load(ref.at[pl.ds(start, *self.shape)], self.layout)
 
     def store(self, ref: Any, start: Any, elements: jax.Array) -> None:
         store(ref.at[pl.ds(start, elements.size)], elements.astype(ref.dtype))
