@@ -60,7 +60,8 @@ class StatusLine:
 
     def _redraw(self) -> None:
         while not self._ended.wait(EVERY_S):
-            self._draw()
+            if self._step:
+                self._draw()
 
     def _draw(self) -> None:
         line = one_line(f"{self._name}: {self._step}, {time.monotonic() - self._started:.0f} s")

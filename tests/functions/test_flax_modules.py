@@ -384,15 +384,13 @@ def test_modules_that_are_replaced_or_restored_between_calls_are_seen():
 
 
 class Hidden:
-    """Attributes in slots are not found."""
-
-    __slots__ = ("trainer",)
+    """Modules in a set are not found."""
 
     def __init__(self):
-        self.trainer = Trainer()
+        self.trainers = {Trainer()}
 
     def step(self, x):
-        return self.trainer.step(x)
+        return next(iter(self.trainers)).step(x)
 
 
 class Deep:
