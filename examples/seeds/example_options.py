@@ -61,14 +61,19 @@ def save(figure: Figure, file: Path) -> None:
     print(f"drawn: {file}")
 
 
+def accelerators() -> list[Hardware]:
+    """The chips of the table without the CPU."""
+    return [row for row in hardware.table() if row is not hardware.CPU]
+
+
 def _chip(kind: str) -> Hardware:
     try:
         chip = hardware.find(kind)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if chip not in hardware.TABLE:
-        gpus = ", ".join(row.kind for row in hardware.TABLE)
-        raise argparse.ArgumentTypeError(f"{chip.kind} is no GPU; name one of {gpus}")
+    if chip is hardware.CPU:
+        kinds = ", ".join(row.kind for row in accelerators())
+        raise argparse.ArgumentTypeError(f"{chip.kind} is no GPU; name one of {kinds}")
     return chip
 
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from example_options import arguments, is_here, require, save
+from example_options import accelerators, arguments, is_here, require, save
 
 from scheduler import tuned_flash_attention, tuned_matmul, tuned_softmax
-from scheduler.core import hardware
 from scheduler.core.hardware import Hardware
 from scheduler.inspect import plots
 from scheduler.inspect.case import Case, of_record
@@ -197,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     told = arguments(__doc__, argv, drawings=drawings)
     chip: Hardware = told.hardware
     require(FLASH_ATTENTION.kernel("mosaic_gpu"), fused(LENGTHS[0]), chip)
-    ridges = ", ".join(f"{row.kind} {row.ridge(DTYPE):.0f}" for row in hardware.TABLE)
+    ridges = ", ".join(f"{row.kind} {row.ridge(DTYPE):.0f}" for row in accelerators())
     print(f"ridge of the roofline in {DTYPE}, FLOP/B: {ridges}\n")
     for point in points(chip):
         reached = f"{point.flops_per_s / 1e12:6.1f} TFLOP/s"

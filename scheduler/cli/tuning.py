@@ -111,6 +111,7 @@ def tune(
             ),
             "--part needs --job or --missed": part is not None and job is None and not missed,
             "--devices excludes --device and --first-error": devices is not None and (device > 0 or first_error),
+            _DEVICES_OF_ONE: devices is not None and replay is not None,
             f"--engine must be ray, found {engine}": engine not in (None, "ray"),
             "--address needs --engine ray": engine is None and address is not None,
             "--hardware excludes --replay and --devices": (
@@ -170,7 +171,7 @@ def tune(
         alone = job is None and not missed and len(tasks) == 1
         arguments.reject(
             {
-                "--devices needs --job, --missed or a range; for one problem use --device": bool(devices) and alone,
+                _DEVICES_OF_ONE: devices is not None and alone,
                 "a range excludes --replay": recording is not None and not alone,
             }
         )
@@ -186,6 +187,9 @@ def tune(
         _tune(tasks, store, executors, alone=alone, as_json=as_json, **how)
     if time_budget.left:
         say(f"{minutes:g} minutes are over, {time_budget.left} problems are left; run the same command to continue")
+
+
+_DEVICES_OF_ONE = "--devices needs --job, --missed or a range; for one problem use --device"
 
 
 def _start_processes(context: typer.Context, device: int, workers: int | None) -> Processes | None:

@@ -15,7 +15,7 @@ import pytest
 import typer.testing
 
 import scheduler
-from scheduler.cli import measuring
+from scheduler.cli import arguments
 from scheduler.cli.app import app
 from scheduler.core import interrupts
 from scheduler.core.interrupts import Threads, Watch, interruptible
@@ -219,7 +219,7 @@ def test_every_command_ends_by_a_signal_that_was_swallowed(command, number, tmp_
 
         return asked
 
-    for of, name in ((Database, "__init__"), (Store, "__init__"), (measuring, "problem_of")):
+    for of, name in ((Database, "__init__"), (Store, "__init__"), (arguments, "problem_of")):
         monkeypatch.setattr(of, name, swallowed(getattr(of, name)))
     ended = typer.testing.CliRunner().invoke(app, command.split())
     assert sent

@@ -235,7 +235,8 @@ def test_a_search_whose_time_is_over_is_not_begun_and_has_no_result():
 
     def bound(task):
         begun.append(task)
-        return dataclasses.replace(task, budget=2) if len(begun) < 3 else None
+        options = dataclasses.replace(task.options, budget=2)
+        return dataclasses.replace(task, options=options) if len(begun) < 3 else None
 
     results = run(tasks(1, 2, 4, 8), place(Noting()), bound=bound)
     assert [(result.task.options.budget, result.record.tried) for result in results] == [(3, 2), (3, 2)]
