@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,9 +69,9 @@ print("\\n".join(["files:", *ran]))
 """
 
 
-def product(folder: Path = ROOT) -> list[Path]:
-    """The product's source files."""
-    return sorted(path for name in PACKAGES for path in (folder / name).rglob("*.py"))
+def product() -> list[Path]:
+    """Returns the product's source files."""
+    return sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 
 def lines(paths: Iterable[Path]) -> int:
@@ -79,7 +79,7 @@ def lines(paths: Iterable[Path]) -> int:
 
 
 def lines_by_package() -> dict[str, int]:
-    """Lines of each folder directly below a package, and of the files directly in it."""
+    """Returns the lines of each folder directly below a package, and of the files directly in a package."""
     found: collections.Counter[str] = collections.Counter()
     for path in product():
         parts = path.relative_to(ROOT).parts
@@ -87,14 +87,8 @@ def lines_by_package() -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
 def functions() -> dict[str, float]:
-    """The number of functions, and the share of the private ones that their file names once, besides the definition."""
+    """Returns the number of functions, and the share of private functions that their file names only once."""
     total = private = once = 0
     for path in product():
         text = path.read_text()
@@ -104,7 +98,9 @@ def functions() -> dict[str, float]:
             for node in ast.walk(tree)
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        for each in _definitions(tree):
+        for each in ast.walk(tree):
+            if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
             total += 1
             if each.name.startswith("_") and not each.name.startswith("__"):
                 private += 1
@@ -113,7 +109,7 @@ def functions() -> dict[str, float]:
 
 
 def class_names_with_two_meanings() -> dict[str, list[str]]:
-    """Class names that two or more files define, with these files."""
+    """Returns class names that two or more files define, with these files. Leading underscores do not count."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     for path in product():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -123,19 +119,19 @@ def class_names_with_two_meanings() -> dict[str, list[str]]:
 
 
 def odd_words() -> int:
-    """How often words occur that technical English does without, in the product and its documents."""
+    """Returns how often `ODD_WORDS` occur in the product and its documents."""
     pages = [*product(), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sum(len(ODD_WORDS.findall(path.read_text())) for path in pages)
 
 
 def files_that_run(program: str) -> list[str]:
-    """Returns the product's files of which a function runs in the `run()` of a program, in another process."""
+    """Runs a program in another process. Returns the product's files of which a function runs in its `run()`."""
     output = _output(program + COUNTS_FILES).partition("files:\n")[2]
     return sorted({line for line in map(_in_product, output.splitlines()) if line})
 
 
 def modules_loaded() -> int:
-    """The product's modules that ``import scheduler; scheduler.tuned_matmul`` loads."""
+    """Returns how many of the product's modules ``import scheduler; scheduler.tuned_matmul`` loads."""
     names = _output("import sys, scheduler; scheduler.tuned_matmul; print('\\n'.join(['files:', *sys.modules]))")
     return sum(name.split(".")[0] in PACKAGES for name in names.partition("files:\n")[2].splitlines())
 
@@ -157,10 +153,10 @@ def _output(program: str) -> str:
     return ran.stdout
 
 
-def counts() -> dict[str, object]:
-    """All counts, by name."""
+def counts(files_run: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Returns all counts by name, those of the files that run for each kind of call included."""
     shelf = [path for path in product() if SHELF in path.parts]
-    found: dict[str, object] = {
+    return {
         "files": len(product()),
         "lines": lines(product()),
         "lines_outside_shelf": lines(product()) - lines(shelf),
@@ -169,9 +165,8 @@ def counts() -> dict[str, object]:
         "class_names_with_two_meanings": len(class_names_with_two_meanings()),
         "odd_words": odd_words(),
         "modules_of_tuned_matmul": modules_loaded(),
+        **{f"files_run_{name}": len(files) for name, files in files_run.items()},
     }
-    run: Callable[[str], list[str]] = files_that_run
-    return found | {f"files_run_{name}": len(run(program)) for name, program in CALLS.items()}
 
 
 def main() -> None:
@@ -179,13 +174,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a file that gets the counts as JSON")
     parser.add_argument("--details", action="store_true", help="also lists packages, class names and files that run")
     given = parser.parse_args()
-    found = counts()
+    files_run = {name: files_that_run(program) for name, program in CALLS.items()}
+    found = counts(files_run)
     for name, count in found.items():
         print(f"{name:32} {count}")
     if given.details:
         print(json.dumps({"packages": lines_by_package(), "class names": class_names_with_two_meanings()}, indent=1))
-        for name, program in CALLS.items():
-            print(f"{name}: " + ", ".join(files_that_run(program)))
+        for name, files in files_run.items():
+            print(f"{name}: {', '.join(files)}")
     if given.results:
         given.results.write_text(json.dumps(found, indent=1) + "\n")
 

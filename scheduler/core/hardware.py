@@ -1,4 +1,4 @@
-"""The hardware table, with sources, and detection of the local chip."""
+"""Finds chips in the hardware table, by platform or by name, and detects the local chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes text safe to print and to store, removes secrets from it, and formats quantities."""
+"""Makes text safe to print and to store, removes secrets from it, formats quantities, and logs messages once."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_a_healthy_store_is_not_given_up_over_misses(many, monkeypatch):
     scheduler.tuned_matmul(jnp.ones((8, 25)), jnp.ones((25, 16)), on_miss="error")
 
 
-def test_a_prediction_a_suggestion_and_a_weighed_miss_read_a_few_records_too(many, work):
+def test_a_prediction_an_explanation_and_a_shown_record_read_a_few_records_too(many, work):
     scheduler.predict("matmul", {"m": 9, "n": 16, "k": 31, "dtype": "float32"})
     assert work.decoded <= 9
     work.decoded = 0
