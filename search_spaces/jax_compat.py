@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -288,18 +288,18 @@ def key_functions(dtype: Any) -> Any:
 
 def has_explicit_axes(args: Sequence[Any]) -> bool:
     """Returns whether an argument's type names a mesh with explicit axes: its operations must declare a sharding."""
-    return are_explicit(map(jax.typeof, args))
+    return any(is_explicit(jax.typeof(x).sharding.mesh) for x in args)
 
 
-def are_explicit(avals: Iterable[Any]) -> bool:
-    """Returns whether one of these types names a mesh with explicit axes."""
-    return any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in avals)
+def is_explicit(mesh: Any) -> bool:
+    """Returns whether an axis of a mesh is explicit."""
+    return AxisType.Explicit in mesh.axis_types
 
 
 def names_sharding(out_sharding: Any) -> bool:
     """Returns whether this parameter of an equation divides its result: on automatic axes XLA decides that."""
     mesh = getattr(out_sharding, "mesh", None)  # a `PartitionSpec` has none
-    return out_sharding is not None and (mesh is None or AxisType.Explicit in mesh.axis_types)
+    return out_sharding is not None and (mesh is None or is_explicit(mesh))
 
 
 def is_partitioned(axis_context: Any) -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from scheduler.search.task import Malformed, Result, Task
     from scheduler.store.store import Store
 
+_DEVICES_OF_ONE = "--devices needs --job, --missed or a range; for one problem use --device"
+
 
 def tune(
     context: typer.Context,
@@ -187,9 +189,6 @@ def tune(
         _tune(tasks, store, executors, alone=alone, as_json=as_json, **how)
     if time_budget.left:
         say(f"{minutes:g} minutes are over, {time_budget.left} problems are left; run the same command to continue")
-
-
-_DEVICES_OF_ONE = "--devices needs --job, --missed or a range; for one problem use --device"
 
 
 def _start_processes(context: typer.Context, device: int, workers: int | None) -> Processes | None:

@@ -10,7 +10,9 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scheduler.functions import equations
 from search_spaces import lowering_compat
+from search_spaces.jax_compat import is_explicit
 
 # Equations that move an array to another sharding, and nothing else.
 _MOVES = ("reshard", "mesh_cast")
@@ -29,7 +31,7 @@ def on_automatic_axes(closed: Any) -> Any:
     """
     made = (x.aval for equation in closed.jaxpr.eqns for x in equation.outvars)
     meshes = (x.sharding.mesh for x in (*closed.in_avals, *map(jax.typeof, closed.consts), *made))
-    if (mesh := next(filter(_is_explicit, meshes), None)) is None:
+    if (mesh := next(filter(is_explicit, meshes), None)) is None:
         return closed
     whole = NamedSharding(mesh, PartitionSpec())
     shardings = [whole if x.sharding.mesh.empty else x.sharding for x in closed.out_avals]
@@ -43,16 +45,11 @@ def on_automatic_axes(closed: Any) -> Any:
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arrays), strict=True))
+    def results(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
+        with jax.sharding.use_abstract_mesh(_automatic(jax.sharding.get_abstract_mesh())):
+            return _results(equation, args)
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        with equation.ctx.manager, jax.sharding.use_abstract_mesh(_automatic(jax.sharding.get_abstract_mesh())):
-            results = _results(equation, [*map(read, equation.invars)])
-        values |= dict(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return equations.evaluated(jaxpr, constants, arrays, results)
 
 
 def _results(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
@@ -61,7 +58,7 @@ def _results(equation: Any, args: Sequence[Any]) -> Sequence[Any]:
         raise NotImplementedError("a shard_map inside of explicit axes")
     if primitive.name in _MOVES:
         to = params["dst_sharding"]
-        if not args[0].ndim or not _is_explicit(to.mesh):
+        if not args[0].ndim or not is_explicit(to.mesh):
             return args
         return [jax.lax.with_sharding_constraint(args[0], NamedSharding(_automatic(to.mesh), to.spec))]
     params = {name: None if name in _OF_RESULTS else _automatic(x) for name, x in params.items()}
@@ -113,7 +110,3 @@ def _traced(jaxpr: Any, constants: Sequence[Any]) -> Any:
 def _struct(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     given = None if sharding.mesh.empty else sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=given, weak_type=aval.weak_type)
-
-
-def _is_explicit(mesh: Any) -> bool:
-    return AxisType.Explicit in mesh.axis_types

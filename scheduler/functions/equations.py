@@ -143,6 +143,25 @@ def is_manual(equation: Any) -> bool:
     return set(mesh.axis_names) == before | set(equation.params["newly_manual_axes"])
 
 
+def evaluated(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    arrays: Sequence[Any],
+    results: Callable[[Any, Sequence[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Returns the results of a jaxpr. `results` computes one equation, under the mesh of the equation's types."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arrays), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        with equation.ctx.manager:
+            found = results(equation, [*map(read, equation.invars)])
+        values |= dict(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
 def replaced(jaxpr: Any, replace: Callable[[Any], Any]) -> Any:
     """Returns `jaxpr` with replaced equations.
 

@@ -84,7 +84,7 @@ def predicted_gain_s(replaced: Iterable[Replaced]) -> float:
     """Returns the seconds per call of a function that its kernels save by their times alone.
 
     A kernel counts the time of XLA minus its own, by the record or the model that selected it, as often as it runs. A
-    kernel that neither selected, such as one of a plan, counts nothing.
+    kernel without such times counts nothing.
     """
     return sum(each.times * (each.alone.library_s - each.alone.kernel_s) for each in replaced if each.alone)
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
+from scheduler.functions import equations
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.checking import mixed_bits
 
@@ -65,17 +65,7 @@ class _Noise:
 
     def evaluated(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         jaxpr = fingerprint.opened_jaxpr(closed)
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-        values |= dict(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for equation in jaxpr.eqns:
-            with equation.ctx.manager:  # the mesh of its types
-                results = self._results(equation, [*map(read, equation.invars)])
-            values |= dict(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return equations.evaluated(jaxpr, getattr(closed, "consts", ()), args, self._results)
 
     def _results(self, equation: Any, args: Sequence[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params

@@ -231,9 +231,9 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
     Warns if all derivatives that `fn` computes are dropped because none of its results needs them.
     """
-    optimized = optimized_call(fn, args, kwargs)
+    optimized = _optimized_call(fn, args, kwargs)
     if optimized is not None:
-        fn, args, kwargs = optimized[0]._fn, *optimized[1:]
+        fn, args, kwargs = optimized
     chip = _chip()
     pure = pure_call(fn, args, kwargs)
     function = equations.traced(pure.function, *pure.arrays)
@@ -279,10 +279,10 @@ def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[Left, ...]:
     return tuple(Left(row, reason) for reason, counter in left.items() for row in counter.rows())
 
 
-def optimized_call(
+def _optimized_call(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Optimized, tuple[Any, ...], dict[str, Any]] | None:
-    """Returns the result of `scheduler.optimize` that `fn`, also a method or a partial of one, calls; None for another.
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the function that is optimized in `fn`, its result or a method or partial of that; None for another `fn`.
 
     The arguments returned with it include those that `fn` holds.
 
@@ -296,7 +296,7 @@ def optimized_call(
             fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
         else:
             fn, args = fn.__func__, (fn.__self__, *args)
-    return (fn, args, kwargs) if isinstance(fn, Optimized) else None
+    return (fn._fn, args, kwargs) if isinstance(fn, Optimized) else None
 
 
 def _loops(jaxpr: Any) -> tuple[equations.Loop, ...]:

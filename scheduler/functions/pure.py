@@ -278,8 +278,12 @@ class PureCall:
     def _containers(self) -> list[Any]:
         return list(containers(self._call))
 
+    @functools.cached_property
+    def _originals(self) -> Mapping[int, Any]:
+        return {x.number: x.original for x in self._containers if isinstance(x, Instance)}
+
     def _original(self, number: int) -> Any:
-        return next(x.original for x in self._containers if isinstance(x, Instance) and x.number == number)
+        return self._originals[number]
 
     def owners(self) -> list[str]:
         """Returns for each array the name of the parameter that has it, or of the function that holds it."""
