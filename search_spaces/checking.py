@@ -225,28 +225,14 @@ def with_special_values(operands: Sequence[jax.Array], kind: str, *, integers: b
       integers: whether integers are changed, too: they may be lengths or indices.
     """
     made = [*operands]
-    for number, first, in_offset in _changed(operands, integers=integers):
+    for number, first, in_offset in changed(operands, integers=integers):
         if kind != "offset" or in_offset:
             how = jnp.int32(VALUE_KINDS.index(kind)), jnp.uint32(number)
-            made[number] = run_program(_altered, operands[number], *how, first=first)
+            made[number] = run_program(altered, operands[number], *how, first=first)
     return tuple(made)
 
 
-def altered(operands: Sequence[jax.Array], kind: jax.Array) -> list[jax.Array]:
-    """Does what `with_special_values` does without integers, as part of a program.
-
-    Args:
-      kind: the index in `VALUE_KINDS`; -1 changes nothing.
-    """
-    made = [*operands]
-    for number, first, in_offset in _changed(operands, integers=False):
-        changes = (kind >= 0) & (in_offset | (kind != VALUE_KINDS.index("offset")))
-        new = _altered(operands[number], kind, jnp.uint32(number), first=first)
-        made[number] = jnp.where(changes, new, operands[number])
-    return made
-
-
-def _changed(operands: Sequence[jax.Array], *, integers: bool) -> Iterator[tuple[int, bool, bool]]:
+def changed(operands: Sequence[Any], *, integers: bool) -> Iterator[tuple[int, bool, bool]]:
     """Yields the index of each operand that changes, whether it is the first, and whether it does for "offset"."""
     first = True
     shape = next((x.shape for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)), None)
@@ -260,7 +246,13 @@ def _changed(operands: Sequence[jax.Array], *, integers: bool) -> Iterator[tuple
 
 
 @functools.partial(jax.jit, static_argnames="first")
-def _altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -> jax.Array:
+def altered(x: jax.Array, kind: jax.Array, number: jax.Array, *, first: bool) -> jax.Array:
+    """Changes the operand of this number to special values of this kind.
+
+    Args:
+      kind: the index in `VALUE_KINDS`.
+      first: whether it is the first operand that changes (`changed`).
+    """
     if not x.size:
         return x
     columns = x.shape[-1] if x.ndim else 1

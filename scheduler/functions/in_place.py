@@ -6,15 +6,19 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from scheduler.core import cuda_driver
 from scheduler.functions import comparison
 from scheduler.functions.comparison import Comparison, RegionComparison, TunedCall
 from search_spaces import jax_compat, lowering_compat, partitioning_compat, recognise
@@ -28,26 +32,72 @@ observe_p.multiple_results = True
 observe_p.def_effectful_abstract_eval(lambda *_, **__: ([], {lowering_compat.DEBUG_EFFECT}))
 
 
-def _lower(ctx: Any, *args: Any, observe: Callable[..., None], devices: int) -> Any:
+def _lower(ctx: Any, *args: Any, copy: Copy, devices: int) -> Any:
     def run(*own: Any) -> tuple[()]:
-        _hand_out(observe, devices, own)
+        _hand_out(copy, devices, own)
         return ()
 
     return jax_compat.lower(run, ctx, args)
 
 
-def _hand_out(observe: Callable[..., None], devices: int, operands: Sequence[Any]) -> None:
+def _hand_out(copy: Copy, devices: int, operands: Sequence[Any]) -> None:
     if devices > 1:  # XLA warns of operands that it has to gather on the one device that calls back
         (whole,) = partitioning_compat.shardings([("devices", devices)], [()])
         operands = [jax.lax.with_sharding_constraint(x, whole) for x in operands]
-    jax.debug.callback(observe, *operands)
+    if devices > 1 or jax.default_backend() != "gpu":
+        jax.debug.callback(copy.to_host, *operands)
+    else:
+        buffer_callback(copy.on_device, (), has_side_effect=True)(*map(_numeric, operands))
+
+
+def _numeric(x: jax.Array) -> jax.Array:
+    """Returns the bits of a dtype that NumPy does not have as unsigned integers: buffers have NumPy's dtypes."""
+    return x if np.dtype(x.dtype).kind in "biufc" else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 mlir.register_lowering(observe_p, _lower)
 
 
+class Copy:
+    """A copy of the operands at one place of a program. The runs 1, 2, 4, and so on of that place overwrite it.
+
+    On one GPU the copy stays there: JAX copies some 0.3 GB/s to the host (H200).
+    """
+
+    def __init__(self, operands: Sequence[Any]) -> None:
+        self._structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        self._runs = 0
+        self.operands: list[Any] = []
+        self.filled = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self._structs)
+
+    def reserve(self) -> None:
+        """Allocates the device's memory of the copy."""
+        self.operands = jax.block_until_ready([jnp.zeros(x.shape, x.dtype) for x in self._structs])
+
+    def to_host(self, *operands: Any) -> None:
+        if self._is_due():
+            self.operands, self.filled = [np.asarray(x) for x in operands], True
+
+    def on_device(self, context: Any, _: Any, *operands: Any) -> None:
+        if not self.operands or not self._is_due():
+            return
+        for own, x in zip(self.operands, operands, strict=True):
+            cuda_driver.copy(
+                own.unsafe_buffer_pointer(), x.__cuda_array_interface__["data"][0], own.nbytes, context.stream
+            )
+        self.filled = True
+
+    def _is_due(self) -> bool:
+        self._runs += 1
+        return _is_power_of_two(self._runs)
+
+
 FAILED = "its kernels failed"
-# Operands of more bytes are handed out once: JAX copies some 0.3 GB/s to the host (H200).
+# Operands of more bytes are copied at one place.
 SMALL_BYTES = 2**26
 # The key of a replacement, and what else a comparison depends on.
 Kind = tuple[str, str]
@@ -71,17 +121,21 @@ class InPlace:
         self._known: Mapping[Kind, Comparison] = before._comparisons if before else {}
         self._comparisons: dict[Kind, Comparison] = {}
         self._failed = dict[Kind, str]()
-        self._operands = collections.defaultdict[Kind, list[list[Any]]](list)
-        self._places, self._runs = collections.Counter[Kind](), collections.Counter[Kind]()
+        self._copies = collections.defaultdict[Kind, list[Copy]](list)
+        self._places = collections.Counter[Kind]()
 
     def __bool__(self) -> bool:
         return bool(self._comparisons)
 
-    def region(self, key: str, region: Region, calls: Sequence[TunedCall]) -> Region:
-        """Returns the region with stages that compute its own equations. Each reads the roots that it needs first."""
+    def region(self, key: str, region: Region, calls: Sequence[TunedCall], libraries: Sequence[TunedCall]) -> Region:
+        """Returns the region with stages that compute its own equations. Each reads the roots that it needs first.
+
+        Args:
+          libraries: The calls by the libraries of their operations.
+        """
         kind = key, ""
         if kind not in self._comparisons:
-            self._comparisons[kind] = self._known.get(kind) or RegionComparison(region).with_calls(calls)
+            self._comparisons[kind] = self._known.get(kind) or RegionComparison(region).with_calls(calls, libraries)
         order, stages = list[Value](), list[Stage]()
         for stage in region.stages:
             nodes = recognise.equations_between(stage.results, region.roots)
@@ -109,8 +163,8 @@ class InPlace:
         if kind not in self._comparisons:
             made = functools.partial(comparison.of_product, problem, call, primitive, params, *structs)
             self._comparisons[kind] = self._known.get(kind) or made()
-        if self._is_observed(kind, structs):
-            _hand_out(functools.partial(self._note, kind), self._devices, args)
+        if (copy := self._copy(kind, structs)) is not None:
+            _hand_out(copy, self._devices, args)
         return (primitive.bind(*args, **params),)
 
     def compile(self, beside: concurrent.futures.Executor) -> None:
@@ -135,6 +189,19 @@ class InPlace:
         """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
         return reason.startswith(FAILED) or (key, "") not in self._comparisons
 
+    def reserve(self, needed: int) -> None:
+        """Allocates the device's memory for the operands, as far as it suffices besides the bytes of the program."""
+        device = jax.local_devices()[0]
+        if device.platform != "gpu" or self._devices > 1:
+            return
+        stats = device.memory_stats()
+        left = stats["bytes_limit"] - stats["bytes_in_use"] - needed
+        for copy in sorted(itertools.chain(*self._copies.values()), key=lambda copy: copy.bytes):
+            left -= copy.bytes
+            if left < 0:
+                return
+            copy.reserve()
+
     def refusals(self) -> Mapping[str, str]:
         """Compares on the operands handed out, and frees them. Returns the key of each kernel that disagrees -> how.
 
@@ -144,9 +211,10 @@ class InPlace:
         return self._wrong(self._on_own_operands)
 
     def _on_own_operands(self, kind: Kind) -> str | None:
-        for operands in self._operands.pop(kind, ()):
+        for copy in self._copies.pop(kind, ()):
+            operands, copy.operands = copy.operands, []
             try:
-                wrong = self._comparisons[kind].on(*operands)
+                wrong = self._comparisons[kind].on(*operands) if copy.filled else None
             except jax.errors.JaxRuntimeError:  # beside the function's arrays, float32 may need too much memory
                 return None
             if wrong:
@@ -157,20 +225,18 @@ class InPlace:
         return {kind[0]: text for kind in self._comparisons if (text := found(kind))}
 
     def _observer(self, kind: Kind, roots: Sequence[Value]) -> Callable[[Mapping[int, Any]], None] | None:
-        if not self._is_observed(kind, roots):
+        if (copy := self._copy(kind, roots)) is None:
             return None
-        note = functools.partial(self._note, kind)
-        return lambda given: observe_p.bind(*(given[id(x)] for x in roots), observe=note, devices=self._devices)
+        return lambda given: observe_p.bind(*(given[id(x)] for x in roots), copy=copy, devices=self._devices)
 
-    def _is_observed(self, kind: Kind, operands: Sequence[Any]) -> bool:
+    def _copy(self, kind: Kind, operands: Sequence[Any]) -> Copy | None:
+        """Returns a copy of the operands at one more place of this kind; None if they are not copied there."""
         self._places[kind] += 1
-        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
-        return self._places[kind] == 1 or (size <= SMALL_BYTES and _is_power_of_two(self._places[kind]))
-
-    def _note(self, kind: Kind, *operands: Any) -> None:
-        self._runs[kind] += 1
-        if _is_power_of_two(self._runs[kind]):
-            self._operands[kind].append([np.asarray(x) for x in operands])
+        copy = Copy(operands)
+        if self._places[kind] > 1 and (copy.bytes > SMALL_BYTES or not _is_power_of_two(self._places[kind])):
+            return None
+        self._copies[kind].append(copy)
+        return copy
 
 
 def _run_plain(

@@ -120,10 +120,8 @@ class _Noise:
     def _moved(self, x: Any, size: float) -> Any:
         if not size or not x.size:
             return x
-        index = jnp.zeros(x.shape, jnp.uint32)
-        for axis in range(x.ndim):
-            index = index * np.uint32(x.shape[axis] & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        bits = mixed_bits(mixed_bits(index ^ self._number()) + self.seed)
+        index = lax.iota(jnp.uint32, x.size).reshape(x.shape)
+        bits = mixed_bits(index ^ mixed_bits(self.seed ^ self._number()))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         real = jnp.finfo(wide).dtype
         unit = bits.astype(real) * jnp.asarray(2.0**-31, real) - jnp.asarray(1, real)

@@ -90,8 +90,9 @@ def with_tuned_calls(
 
     def observe(region: Region) -> Region:
         assert in_place is not None
-        placed = [functools.partial(selection.placed_call, x.operation, x.problem, x.params) for x in region.stages]
-        return in_place.region(key(region), region, placed)
+        calls = [(x.operation, x.problem, x.params) for x in region.stages]
+        placed, libraries = ([functools.partial(f, *each) for each in calls] for f in (selection.placed_call, by_xla))
+        return in_place.region(key(region), region, placed, libraries)
 
     changes_on = platform if others else None
     if others and (reason := refuses(OTHER_CHANGES)) is not None:

@@ -209,7 +209,9 @@ class Trial:
                     raise failed
                 else:
                     if in_place:
-                        jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_version.result()))
+                        observed_program = observed_version.result()
+                        in_place.reserve(decided.peak_bytes(observed_program) or 0)
+                        jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_program))
                     wrong = in_place.refusals()
                     self._warn_of(wrong, observed)
                 if not wrong:

@@ -34,6 +34,19 @@ def test_a_kernel_may_round_the_operands_of_a_mixed_product_to_the_narrower_dtyp
     assert disagreement(lambda *args: [2 * x for x in rounded(*args)], rounded) is not None
 
 
+@pytest.mark.parametrize(
+    ("error", "of_library", "agrees"),
+    [(0.013, 0.01, True), (0.02, 0.01, False), (0.04, 0.029, True), (0.04, 0.031, False), (0.013, None, False)],
+)
+def test_a_region_that_hands_on_rounded_results_may_be_wrong_as_its_library_is(error, of_library, agrees):
+    """Relative errors. The equations are exact here; a library that is wrong by more than 3 % counts for nothing."""
+    struct = [jax.ShapeDtypeStruct((64, 32), jnp.float32)]
+    library = None if of_library is None else (lambda x: [x * (1 + of_library)])
+    exact = lambda x: [x]  # noqa: E731
+    compared = Comparison(exact, exact, lambda x: [x * (1 + error)], struct, struct, 2.0**-10, library=library)
+    assert (compared.disagreement() is None) == agrees
+
+
 @pytest.mark.parametrize(("flips", "agrees"), [(3, True), (4, False)])
 def test_rounding_decides_which_huge_elements_overflow(flips, agrees):
     """Float32 differs from the plain version in one element; a kernel may differ in three."""
