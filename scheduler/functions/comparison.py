@@ -100,6 +100,13 @@ def disagreement(expected: Any, actual: Any, noisy: Callable[[int], Any]) -> str
     return None
 
 
+def compile_errors(results: Iterable[Any], beside: concurrent.futures.Executor) -> None:
+    """Compiles what `disagreement` runs for these results, so that JAX finds the programs."""
+    for shape, dtype in {(x.shape, x.dtype) for x in results if x.size and jnp.issubdtype(x.dtype, jnp.inexact)}:
+        struct = jax.ShapeDtypeStruct(shape, dtype)
+        beside.submit(_errors.lower(struct, struct, 0).compile)
+
+
 def _unit(dtype: Any) -> float:
     return max(float(jnp.finfo(dtype).eps), FINEST) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
@@ -119,7 +126,7 @@ def _off(right: Any, got: Any, flips: int = 0) -> Errors:
         return np.zeros(3)
     if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
         right, got = jax.random.key_data(right), jax.random.key_data(got)
-    return np.asarray(jax.device_get(_errors(right, got, flips)), np.float64)
+    return np.asarray(jax.device_get(_errors(right, got, flips)), np.float64)  # as in `compile_errors`
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -37,31 +37,47 @@ _MOVES = """
 _EXACT = frozenset(_MOVES.split())
 
 
+# Equations so many apart have the same noise.
+KEYS = 97
+
+
+def keys(seed: int) -> list[np.uint32]:
+    """Returns the keys of the noise of one run."""
+    return [*np.random.default_rng(seed).integers(2**32, size=KEYS, dtype=np.uint32)]
+
+
 def with_noise(closed: Any, products: float = FINEST) -> Callable[..., list[Any]]:
-    """Returns ``run(seed, *args)``, which computes a closed jaxpr with each rounding moved by up to one unit at random.
+    """Returns ``run(keys, *args)``, which computes a closed jaxpr with each rounding moved by up to one unit at random.
 
     Noise is added to matmuls, convolutions and grouped products, to casts to a narrower dtype, to other arithmetic in
     dtypes narrower than float32, and to sums and transcendental functions. The bits of the noise are a hash of the
     element's index, so nothing is stored, and XLA fuses it. Equations inside of a `while` loop and of kernels stay
     as they are: with noise, an iteration might not converge.
 
+    The keys are arguments, so that the same equations of several layers are the same code, which XLA compiles once.
+
     Args:
       products: Least relative noise of a product, for arithmetic that is coarser than its dtypes (TF32).
     """
 
-    def run(seed: jax.Array, *args: Any) -> list[Any]:
-        return _Noise(jnp.asarray(seed, jnp.uint32), itertools.count(), products).evaluated(closed, args)
+    def run(keys: Sequence[Any], *args: Any) -> list[Any]:
+        return _Noise(itertools.cycle(keys), products).evaluated(closed, args)
 
     return run
 
 
 @dataclasses.dataclass(frozen=True)
 class _Noise:
-    """Evaluates jaxprs with noise. `numbers` numbers the equations, so that each has its own noise."""
+    """Evaluates jaxprs with noise.
 
-    seed: jax.Array
-    numbers: Iterator[int]
+    Attributes:
+      keys: Of the equations, in order.
+      iteration: What the keys differ by in each iteration of a loop.
+    """
+
+    keys: Iterator[Any]
     products: float
+    iteration: jax.Array | None = None
 
     def evaluated(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         jaxpr = fingerprint.opened_jaxpr(closed)
@@ -81,7 +97,8 @@ class _Noise:
             return [*lax.switch(index, branches, *operands)]
         found = lowering_compat.evaluate_equation(equation, *args)
         narrowest = min((_eps(x.aval.dtype) for x in equation.invars), default=0.0)
-        return [self._moved(x, self._size(name, x.dtype, narrowest)) for x in found]
+        sizes = [self._size(name, x.dtype, narrowest) if x.size else 0.0 for x in found]
+        return [_moved(x, self._key(), size) if size else x for x, size in zip(found, sizes, strict=True)]
 
     def _branch(self, closed: Any, *operands: Any) -> list[Any]:
         return self.evaluated(closed, operands)
@@ -91,20 +108,18 @@ class _Noise:
         held, carry, xs = args[:constants], args[constants : constants + carried], args[constants + carried :]
 
         def body(state: Any, sliced: Sequence[Any]) -> Any:
-            seed, carry = state
-            # Each iteration numbers its equations alike, and has another seed.
-            inside = dataclasses.replace(self, seed=mixed_bits(seed))
+            count, carry = state
+            inside = dataclasses.replace(self, iteration=mixed_bits(count))
             results = inside.evaluated(params["jaxpr"], (*held, *carry, *sliced))
-            return (seed + np.uint32(1), results[:carried]), results[carried:]
+            return (count + np.uint32(1), results[:carried]), results[carried:]
 
-        seed = self.seed ^ self._number()
         how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
-        (_, carry), ys = lax.scan(body, (seed, [*carry]), list(xs), **how)
+        (_, carry), ys = lax.scan(body, (self._key(), [*carry]), list(xs), **how)
         return [*carry, *ys]
 
-    def _number(self) -> np.uint32:
-        """Returns 32 bits that differ for each equation."""
-        return np.uint32(next(self.numbers) * 0x9E3779B9 & 0xFFFFFFFF)
+    def _key(self) -> Any:
+        key = jnp.asarray(next(self.keys), jnp.uint32)
+        return key if self.iteration is None else key ^ self.iteration
 
     def _size(self, name: str, dtype: Any, before: float) -> float:
         """Returns the relative noise of a result: 0 if the equation does not round it."""
@@ -117,15 +132,15 @@ class _Noise:
             return own
         return max(own, FINEST) if name in _APPROXIMATED else 0.0
 
-    def _moved(self, x: Any, size: float) -> Any:
-        if not size or not x.size:
-            return x
-        index = lax.iota(jnp.uint32, x.size).reshape(x.shape)
-        bits = mixed_bits(index ^ mixed_bits(self.seed ^ self._number()))
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        real = jnp.finfo(wide).dtype
-        unit = bits.astype(real) * jnp.asarray(2.0**-31, real) - jnp.asarray(1, real)
-        return (x.astype(wide) * (1 + unit * jnp.asarray(size, real))).astype(x.dtype)
+
+@functools.partial(jax.jit, static_argnames="size")
+def _moved(x: jax.Array, key: jax.Array, size: float) -> jax.Array:
+    """Moves each element by up to this relative size."""
+    bits = mixed_bits(lax.iota(jnp.uint32, x.size).reshape(x.shape) ^ key)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    real = jnp.finfo(wide).dtype
+    unit = bits.astype(real) * jnp.asarray(2.0**-31, real) - jnp.asarray(1, real)
+    return (x.astype(wide) * (1 + unit * jnp.asarray(size, real))).astype(x.dtype)
 
 
 def _eps(dtype: Any) -> float:

@@ -18,14 +18,13 @@ from scheduler.core.hardware import CPU
 from scheduler.core.plan import Plan
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import OnMiss, Options
-from scheduler.functions import comparison, decided, interleaved, lowering, selection, stored_decisions
+from scheduler.functions import comparison, decided, interleaved, lowering, noise, selection, stored_decisions
 from scheduler.functions.call_arguments import Arguments
 from scheduler.functions.collectives import exchanged_bytes
 from scheduler.functions.decided import Decided
 from scheduler.functions.in_place import InPlace
 from scheduler.functions.keeping import Keeping, Run, Version
 from scheduler.functions.lowering import Lowered
-from scheduler.functions.noise import with_noise
 from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
@@ -191,8 +190,11 @@ class Trial:
                 if noisy is None:
                     beside.submit(traced.lower().compile)  # JAX finds this program when the plain version is called
                     products = comparison.products_rounding(each.problem for each in observed.replaced)
-                    noisy_version = jax.jit(with_noise(self._where["traced"].jaxpr, products), compiler_options=options)
-                    noisy = beside.submit(noisy_version.lower(0, *self.given.leaves).compile)
+                    noisy_version = jax.jit(
+                        noise.with_noise(self._where["traced"].jaxpr, products), compiler_options=options
+                    )
+                    noisy = beside.submit(noisy_version.lower(noise.keys(0), *self.given.leaves).compile)
+                    comparison.compile_errors(jax.tree.leaves(traced.out_info), beside)
                 observed_version = beside.submit(observed.lowered.compile, compiler_options=options)
                 failed = None
                 try:
@@ -230,7 +232,7 @@ class Trial:
             return lambda: self.given.copied(donated).call(version)
 
         def with_noise(seed: int) -> Any:
-            return noisy(seed, *self.given.leaves)
+            return noisy(noise.keys(seed), *self.given.leaves)
 
         self.status.step("comparing the results of both versions")
         everything = Version(lowered, compiled, calling(compiled))

@@ -16,8 +16,7 @@ from jax.extend import core
 import scheduler
 from scheduler.cli.app import main
 from scheduler.dispatch.primitive import library
-from scheduler.functions import comparison
-from scheduler.functions.noise import with_noise
+from scheduler.functions import comparison, noise
 from scheduler.functions.rewriting import Rewriter
 from scheduler.search import jobs
 
@@ -66,14 +65,15 @@ def test_attention_of_every_form_is_found_and_computes_the_same(form: Form):
         return
     leaves = jax.tree.leaves(form.arguments)
     plain, tuned = (jax.jit(core.jaxpr_as_fun(each)) for each in (closed, found.jaxpr))
-    noisy = jax.jit(with_noise(closed))
-    assert comparison.disagreement(plain(*leaves), tuned(*leaves), lambda seed: noisy(seed, *leaves)) is None
+    noisy = jax.jit(noise.with_noise(closed))
+    moved = lambda seed: noisy(noise.keys(seed), *leaves)  # noqa: E731
+    assert comparison.disagreement(plain(*leaves), tuned(*leaves), moved) is None
 
 
 def test_noise_keeps_a_python_bool_of_a_mask():
     x = jnp.arange(4.0)
     closed = jax.make_jaxpr(lambda x: jnp.where(True & (x > 1), jnp.exp(x), 0))(x)
-    (found,) = jax.jit(with_noise(closed))(0, x)
+    (found,) = jax.jit(noise.with_noise(closed))(noise.keys(0), x)
     np.testing.assert_allclose(found, np.where(x > 1, np.exp(x), 0), rtol=1e-5)
 
 

@@ -11,8 +11,7 @@ from jax.extend import core
 import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.primitive import tuned_call
-from scheduler.functions import comparison
-from scheduler.functions.noise import with_noise
+from scheduler.functions import comparison, noise
 from scheduler.functions.rewriting import Rewriter
 from search_spaces.rows import one_row, regions, written
 
@@ -48,8 +47,8 @@ def found(fn, *args):
     result = rewritten(fn, *args)
     assert not [each.reason for each in result.found if "rows" in each.reason]
     expected = jax.tree.leaves(jax.jit(fn)(*args))
-    actual, noisy = jax.jit(core.jaxpr_as_fun(result.jaxpr))(*leaves), jax.jit(with_noise(closed))
-    assert comparison.disagreement(expected, actual, lambda seed: noisy(seed, *leaves)) is None
+    actual, noisy = jax.jit(core.jaxpr_as_fun(result.jaxpr))(*leaves), jax.jit(noise.with_noise(closed))
+    assert comparison.disagreement(expected, actual, lambda seed: noisy(noise.keys(seed), *leaves)) is None
     return [problem for each in result.replaced for operation, problem in each.calls if operation.name == "rows"]
 
 
