@@ -143,7 +143,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names, also with * and ?")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names in order, also with * and ?")
     parser.add_argument("--seconds", type=float, default=3.0, help="of rounds for each version")
     parser.add_argument("--repeats", type=int, default=3, help="how often each function is timed")
     parser.add_argument("--small", action="store_true", help="small models by the interpreter; the times mean nothing")
@@ -160,13 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TILE_SCHEDULER_CACHE"] = str(Path(directory, "cache.db"))  # no decision of an earlier command
         scheduler.reload()
-        for name, measure in known.items():
-            if any(fnmatch.fnmatch(name, each) for each in options.only):
-                rows[name] = {"model": name} | measured_or_failed(measure)
-                _print(rows[name])
-                ordered = [rows[name] for name in dict.fromkeys((*known, *rows)) if name in rows]
-                figures = summary(ordered)
-                write_result("models", chip, summary=figures, rows=ordered, environment=made, directory=options.results)
+        for name in dict.fromkeys(name for each in options.only for name in fnmatch.filter(known, each)):
+            rows[name] = {"model": name} | measured_or_failed(known[name])
+            _print(rows[name])
+            ordered = [rows[name] for name in dict.fromkeys((*known, *rows)) if name in rows]
+            figures = summary(ordered)
+            write_result("models", chip, summary=figures, rows=ordered, environment=made, directory=options.results)
     Console().print(figures)
 
 
