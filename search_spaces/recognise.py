@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -178,6 +179,9 @@ def _items(jaxpr: Any, known: dict[Any, Value], keeps: Callable[[Any], bool]) ->
             known.update(zip(equation.outvars, results, strict=True))
             items.append(Inlined(equation, inputs, held, results))
             continue
+        if (constant := _constant(equation, inputs)) is not None:
+            known[equation.outvars[0]] = constant
+            continue
         node = Node(equation.primitive.name, equation, inputs)
         for each in inputs:
             if each.node is not None:
@@ -187,6 +191,51 @@ def _items(jaxpr: Any, known: dict[Any, Value], keeps: Callable[[Any], bool]) ->
             node.results.append(known[atom])
         items.append(node)
     return items
+
+
+# Functions of NumPy that compute equations of scalars.
+_OF_SCALARS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+def _constant(equation: Any, inputs: Sequence[Value]) -> Value | None:
+    """Returns the result of an equation that XLA computes when it compiles; None if it computes it later.
+
+    `jnp.var`, for example, divides by a constant less its argument `ddof`, and selects NaN if that is not positive.
+    """
+    if not inputs or not _is_number(inputs[0]):
+        return None
+    name, first, made = equation.primitive.name, inputs[0], equation.outvars[0].aval
+    if name == "select_n":
+        return inputs[1 + int(first.literal)]
+    if name == "convert_element_type" and (made.dtype.kind in "iu") <= (first.dtype.kind in "biu"):
+        compute: Any = np.asarray
+    elif (compute := _OF_SCALARS.get(name)) is None or not all(map(_is_number, inputs)):
+        return None
+    with np.errstate(all="ignore"):
+        found = compute(*(np.asarray(x.literal, x.dtype) for x in inputs))
+    return Value((), made.dtype, literal=np.asarray(found, made.dtype))
+
+
+def _is_number(value: Value) -> bool:
+    known = value.literal is not None and not isinstance(value.literal, jax.Array)
+    return known and not value.shape and isinstance(value.dtype, np.dtype)
 
 
 def _value(atom: Any, node: Node | None = None) -> Value:

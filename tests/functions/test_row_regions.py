@@ -13,6 +13,7 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.functions import comparison, noise
 from scheduler.functions.rewriting import Rewriter
+from search_spaces import recognise
 from search_spaces.rows import one_row, regions, written
 
 pytestmark = pytest.mark.slow_but_first
@@ -87,6 +88,42 @@ def test_a_layer_norm_is_one_program_and_so_are_its_forward_and_backward_pass_to
 
     (both,) = found(gradients, x, scale, bias, x[::-1])
     assert sorted(kinds(both)[1]) == ["row", "row", "row sum", "row sum"]
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_norm_by_the_variance_of_jax_is_one_program_without_its_check_of_a_constant(ddof):
+    """`jnp.var` selects NaN where the number of elements less `ddof` is not positive."""
+
+    def norm(x, scale, bias):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(x.var(-1, keepdims=True, ddof=ddof) + 1e-5) * scale + bias
+
+    def gradients(x, scale, bias, d):
+        y, pull = jax.vjp(norm, x, scale, bias)
+        return y, pull(d * jnp.tanh(y))
+
+    x, scale, bias = normal(B, S, D, dtype=jnp.bfloat16), normal(D, seed=1), normal(D, seed=2)
+    (both,) = found(gradients, x, scale, bias, normal(B, S, D, seed=3))
+    assert {each.dtype for arrays in both.arrays for each in arrays} == {"bfloat16", "float32"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32, jnp.bfloat16, jnp.bool_])
+def test_equations_of_constants_are_computed_as_xla_does(dtype):
+    one, other = (jnp.asarray(x, dtype) for x in (100, 77))
+
+    def of_constants(x, one, other):
+        total = one + other if dtype == jnp.bool_ else one * other - one
+        return jnp.where(total > other, x + total.astype(x.dtype), -x)
+
+    def folded(x):
+        return jax.jit(of_constants)(x, np.asarray(one), np.asarray(other))
+
+    x = normal(B, D)
+    graph = recognise.graph(jax.make_jaxpr(folded)(x).jaxpr)
+    assert [node.name for node in graph.nodes if not node.results[0].shape] == []
+    (actual,) = recognise.evaluate(list(graph.nodes), {id(graph.inputs[0]): x}, graph.results)
+    unit = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0  # XLA may keep more bits
+    np.testing.assert_allclose(actual, jax.jit(folded)(x), rtol=2 * unit)
 
 
 def test_the_backward_pass_of_a_norm_reads_what_the_forward_pass_reads_and_elements_per_row():
