@@ -42,8 +42,8 @@ PEAK = 8.0
 # A region of several stages hands on rounded results. Flash attention's backward pass, for example, reads the rounded
 # output, while the equations of a softmax keep its row sums in float32: in a GPT-2 whose keys have a large mean, dq is
 # then wrong by 1.3 % where the equations are wrong by 0.2 % (cuDNN and this package's kernel alike, H200). Such a
-# region may be wrong by `ALIKE` times what the library of its operations is. The library's error counts up to
-# `MOST_OF_LIBRARY`: of a region that was recognised wrongly, it is larger.
+# region may be wrong by `ALIKE` times what the library of its operations is, on the function's own values. The
+# library's error counts up to `MOST_OF_LIBRARY`: if the region was recognised wrongly, it is larger.
 ALIKE, MOST_OF_LIBRARY = 1.5, 0.03
 # Runs with noise: the largest change among them counts.
 NOISY_RUNS = 3
@@ -177,7 +177,7 @@ def errors(
     others: Sequence[Sequence[Any]],
     libraries: Sequence[Any] = (),
 ) -> jax.Array:
-    """Returns the errors of the results of two versions as ``[results, 6]``, to be read by `verdict`.
+    """Returns the errors of the results of two versions as ``[results, 9]``, to be read by `verdict`.
 
     Args:
       wide: the results in float32.
@@ -187,21 +187,20 @@ def errors(
     rows = []
     for i, (got, right, exact) in enumerate(zip(tuned, plain, wide, strict=True)):
         theirs = [_errors(right, other[i]) for other in others] if right.size else []
+        of_library = _errors(exact, libraries[i]) if libraries and right.size else jnp.zeros(3)
         if not right.size:
-            rows.append(jnp.zeros(6))
+            rows.append(jnp.zeros(9))
         elif not jnp.issubdtype(right.dtype, jnp.inexact):
-            rows.append(jnp.concatenate([_errors(right, got), functools.reduce(jnp.maximum, theirs)]))
+            rows.append(jnp.concatenate([_errors(right, got), functools.reduce(jnp.maximum, theirs), jnp.zeros(3)]))
         else:
-            theirs_and_own = functools.reduce(jnp.maximum, [_errors(exact, right), *theirs])
-            if libraries:
-                of_library = _errors(exact, libraries[i]) * jnp.array([ALIKE / FACTOR, ALIKE / FACTOR, 0.0])
-                counts = of_library[0] <= MOST_OF_LIBRARY * ALIKE / FACTOR
-                theirs_and_own = jnp.maximum(theirs_and_own, jnp.where(counts, of_library, 0.0))
-            rows.append(jnp.concatenate([_errors(exact, got)[:2], _errors(right, got)[2:], theirs_and_own]))
+            own = [_errors(exact, got)[:2], _errors(right, got)[2:]]
+            rows.append(
+                jnp.concatenate([*own, functools.reduce(jnp.maximum, [_errors(exact, right), *theirs]), of_library])
+            )
     return jnp.stack(rows)
 
 
-def verdict(found: Any, results: Sequence[Any], least: float) -> str | None:
+def verdict(found: Any, results: Sequence[Any], least: float, alike: float = 0.0) -> str | None:
     """Describes the first result whose error exceeds `FACTOR` times that of the plain version; None if none does.
 
     The same holds for the number of elements that are finite in one version alone: where a sum of huge terms cancels,
@@ -211,11 +210,14 @@ def verdict(found: Any, results: Sequence[Any], least: float) -> str | None:
       found: from `errors`.
       results: with shapes and dtypes.
       least: the error that is allowed in any case, from `least_rounding`.
+      alike: the error may be so many times that of the libraries.
     """
     for i, (row, x) in enumerate(zip(np.asarray(found, np.float64), results, strict=True)):
-        off, plain = row[:3], row[3:]
+        off, plain, of_library = np.split(row, 3)
         unit = max(_unit(x.dtype) / 4, least) if _unit(x.dtype) else 0.0
         allowed = np.maximum(FACTOR * plain, [unit, PEAK * unit, 0.0])
+        if of_library[0] <= MOST_OF_LIBRARY:
+            allowed = np.maximum(allowed, alike * of_library * [1.0, 1.0, 0.0])
         if not _within(off, allowed):
             return _difference_text(f"result {i} {_type_text(x)}", x.dtype, off, allowed)
     return None
@@ -312,7 +314,7 @@ class Comparison:
 
     def on(self, *operands: Any) -> str | None:
         """Describes how the results for these operands disagree; None if they do not."""
-        return self._verdict(operands, self._least)
+        return self._verdict(operands, self._least, ALIKE)
 
     @partitioning_compat.empty_mesh()
     def disagreement(self) -> str | None:
@@ -340,10 +342,10 @@ class Comparison:
         libraries = self._library(*operands) if self._library else ()
         return errors(tuned, right, self._wide(*operands), others, libraries)
 
-    def _verdict(self, operands: Sequence[Any], least: float) -> str | None:
+    def _verdict(self, operands: Sequence[Any], least: float, alike: float = 0.0) -> str | None:
         compared = self._program()
         placed = map(jax.device_put, operands, compared.input_shardings[0])  # on all devices of a mesh
-        return verdict(compared(*placed), self._results, least)
+        return verdict(compared(*placed), self._results, least, alike)
 
     def _program(self) -> Any:
         if self._compiled is None:

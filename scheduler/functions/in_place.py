@@ -189,13 +189,13 @@ class InPlace:
         """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
         return reason.startswith(FAILED) or (key, "") not in self._comparisons
 
-    def reserve(self, needed: Callable[[], int]) -> None:
-        """Allocates memory of a GPU for the operands, as far as it suffices besides the bytes that the program needs."""
+    def reserve(self, needed: Callable[[], int | None]) -> None:
+        """Allocates memory of a GPU for the operands, as far as it suffices besides the bytes that a program needs."""
         device = jax.local_devices()[0]
         if device.platform != "gpu" or self._devices > 1:
             return
         stats = device.memory_stats()
-        left = stats["bytes_limit"] - stats["bytes_in_use"] - needed()
+        left = stats["bytes_limit"] - stats["bytes_in_use"] - (needed() or 0)
         for copy in sorted(itertools.chain(*self._copies.values()), key=lambda copy: copy.bytes):
             left -= copy.bytes
             if left < 0:
