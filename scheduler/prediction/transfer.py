@@ -166,12 +166,13 @@ def telling_records(store: Store, operation: Operation[Any], problem: Problem, h
     Raises:
       StoreError: the store cannot be read.
     """
-    similar = _similar(store, operation, problem, hardware)
-    for chip in siblings(hardware):
-        if similar:
-            break
-        similar = [*_own(store, operation, problem, chip), *_similar(store, operation, problem, chip)]
-    return [*_own(store, operation, problem, hardware), *similar]
+    with store.reading():
+        similar = _similar(store, operation, problem, hardware)
+        for chip in siblings(hardware):
+            if similar:
+                break
+            similar = [*_own(store, operation, problem, chip), *_similar(store, operation, problem, chip)]
+        return [*_own(store, operation, problem, hardware), *similar]
 
 
 def _similar(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> list[Record]:

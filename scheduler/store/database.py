@@ -125,6 +125,7 @@ class Database:
                 threading.RLock() if self.in_memory else contextlib.nullcontext()
             )
             self._engine = _engine(target, self._path, readonly)
+        self._own = threading.local()
 
     def require_writable(self) -> None:
         """Checks that the store can be written, to fail before expensive work.
@@ -157,14 +158,24 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Select]:
-        """Runs several queries on one connection, because opening a connection takes longer than a query."""
+        """Runs several queries on one connection, because opening a connection takes longer than a query.
+
+        Within such a context of the same thread, another one has the same connection.
+        """
+        if (select := getattr(self._own, "select", None)) is not None:
+            yield select
+            return
         with self._turn, self.errors("read"):
             if self.missing():
                 yield lambda query, values: ()
                 return
             self._prepare()
             with self._engine.connect() as connection:
-                yield lambda query, values: connection.execute(query, values).all()
+                self._own.select = lambda query, values: connection.execute(query, values).all()
+                try:
+                    yield self._own.select
+                finally:
+                    del self._own.select
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the lock to hold while another engine uses the connection of a database in memory."""

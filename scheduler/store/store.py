@@ -94,6 +94,10 @@ class Store:
         """
         self._database.require_writable()
 
+    def reading(self) -> contextlib.AbstractContextManager[Any]:
+        """Lets all reads within this context share a connection."""
+        return self._database.reading()
+
     def get(self, key: Key) -> Record | None:
         """Returns the record of `key`, or None.
 
