@@ -21,7 +21,7 @@ from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem
+from search_spaces.problem import ROW_BYTES, Problem
 
 # ------------------------------------------------------------------------------
 # Correction of the cost model's times for a kernel, learned from measured problems.
@@ -41,7 +41,6 @@ _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
 _LEVEL, _UNALIGNED_LEVEL = 0.05, 0.2
 # The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
-_ALIGNED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +124,8 @@ class ProblemPoint:
 
     @functools.cached_property
     def alignment(self) -> float:
-        """The log2 of the largest power of two, up to 16, that divides the row bytes of all arrays.
-
-        Fast loads require 16 bytes (TMA, and cuBLAS for its fast kernels).
-        """
-        arrays = [s for s in (*self.problem.operands(), *self.problem.results()) if len(s.shape) > 1]
-        return math.log2(min((math.gcd(s.shape[-1] * s.dtype.itemsize, _ALIGNED) for s in arrays), default=_ALIGNED))
+        """The log2 of `Problem.row_alignment`."""
+        return math.log2(self.problem.row_alignment)
 
 
 def _is_size(value: object) -> bool:
@@ -213,7 +208,7 @@ def _small(places: Sequence[ProblemPoint]) -> Array:
 
 
 def _unaligned(places: Sequence[ProblemPoint]) -> npt.NDArray[np.bool_]:
-    return np.array([place.alignment < math.log2(_ALIGNED) for place in places])
+    return np.array([place.alignment < math.log2(ROW_BYTES) for place in places])
 
 
 def _signal(distances: tuple[Array, Array], small: Array, unaligned: npt.NDArray[np.bool_], c: Covariance) -> Array:
