@@ -195,10 +195,11 @@ class Compilers:
         return None
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
-            process.wait()
+        self._threads.shutdown(cancel_futures=True)  # those that wait find the end of a pipe
+        for process in self._processes:
+            process.communicate()
         self._folder.cleanup()
 
 
