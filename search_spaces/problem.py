@@ -229,6 +229,16 @@ class Problem(abc.ABC):
         return 0.0
 
     @property
+    def matrices(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The operands that kernels load in tiles of rows: by default those with several axes."""
+        return tuple(s for s in self.operands() if len(s.shape) > 1)
+
+    @property
+    def row_alignment(self) -> int:
+        """The smallest `row_alignment` of its matrices and results, in bytes."""
+        return min(map(row_alignment, (*self.matrices, *self.results())), default=ROW_BYTES)
+
+    @property
     def arithmetic(self) -> str:
         """The type that determines the peak rate for this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)
@@ -490,3 +500,13 @@ def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
 def nbytes(array: jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array of this shape and dtype."""
     return array.size * array.dtype.itemsize
+
+
+# TMA and vector loads of a GPU need rows that begin at multiples of these bytes (CUDA driver API,
+# cuTensorMapEncodeTiled).
+ROW_BYTES = 16
+
+
+def row_alignment(array: Any) -> int:
+    """Returns the largest power of two, up to `ROW_BYTES`, that divides the bytes of a row of an array or its shape."""
+    return math.gcd(array.shape[-1] * jnp.dtype(array.dtype).itemsize, ROW_BYTES) if len(array.shape) > 1 else ROW_BYTES

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,15 +12,14 @@ from rich.console import RenderableType
 
 from scheduler.cli import arguments
 from scheduler.cli.listing import print_goes_on
-from scheduler.cli.terminal import Json, console_here, labelled, output, print_command, print_json, say, table, texts
+from scheduler.cli.terminal import Json, console_here, labelled, output, print_command, print_json, table, texts
 from scheduler.core.errors import NothingToDraw, SchedulerError
-from scheduler.core.records import Entry, Failure, Record, schedule_text
+from scheduler.core.records import Entry, Record, schedule_text
 from scheduler.core.text import seconds_text
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Record, Trial
-    from scheduler.inspect.doctor import Finding
     from scheduler.inspect.explain import Access, Account, Ranked
     from scheduler.prediction.predict import Answer
     from scheduler.store.store import Store
@@ -149,24 +146,15 @@ def explain(
 
 def doctor(
     device: arguments.Device = 0,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate", help="Correct constants that this chip borrows from a similar one by up to 16 measurements."
-        ),
-    ] = False,
     as_json: arguments.AsJson = False,
 ) -> None:
     """Check the installation: the chip, the backends, the caches, the versions, and missing parts.
 
-    With --calibrate, schedules of a similar chip's shipped records are timed here, and the corrected constants are
-    stored in the cache. The exit status is 1 if something is broken, 3 if something is out of date (a warning), else 0.
+    The exit status is 1 if something is broken, 3 if something is out of date (a warning), else 0.
     """
     from scheduler.inspect import doctor as checks
 
     findings = list(checks.examine(lambda: arguments.hardware_here(device), device))
-    if calibrate:
-        findings += _calibrated(device)
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     else:
@@ -175,38 +163,6 @@ def doctor(
     states = {finding.state for finding in findings}
     if status := 1 if "broken" in states else 3 if "warning" in states else 0:
         raise typer.Exit(status)
-
-
-def _calibrated(device: int) -> Iterator[Finding]:
-    """Measures probes and stores the corrected calibrations; yields what was found."""
-    from scheduler.core.hardware import siblings
-    from scheduler.inspect.doctor import Finding
-    from scheduler.measure.pool import open_runner
-    from scheduler.measure.runner import RunnerOptions
-    from scheduler.search import probes
-    from scheduler.store.store import shipped
-
-    def progress(probe: probes.Probe, outcome: float | Failure) -> None:
-        what = f"{probe.operation.name} {probe.problem}, {probe.entry.backend}"
-        took = f"failed: {outcome}" if isinstance(outcome, Failure) else seconds_text(outcome)
-        say(f"{what}: {took}, expected {seconds_text(probe.expected_s)}")
-
-    store, package = arguments.user_store(), shipped()
-    store.require_writable()
-    with contextlib.closing(open_runner(RunnerOptions(device))) as runner:
-        chip = runner.hardware
-        records = [one for other in siblings(chip) for one in package.records(hardware=other.id)] if package else []
-        if not (chosen := probes.probes(chip, records)):
-            detail = f"{chip.kind} has constants of its own, or no other chip of {chip.architecture} has any"
-            yield Finding("calibration", "note", f"nothing to calibrate: {detail}")
-            return
-        errors = probes.measure(runner, chosen, progress)
-        for calibration in probes.corrected(chip, runner.environment, errors):
-            store.put_calibration(calibration)
-            some = errors[calibration.operation, calibration.backend]
-            ratio = math.exp(statistics.median(some))
-            detail = f"calibrated: takes {ratio:.3f} times as long as expected ({len(some)} probes)"
-            yield Finding(f"{calibration.operation}: {calibration.backend}", "ok", detail)
 
 
 # ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,12 @@ from scheduler.cli import arguments
 from scheduler.cli.terminal import console_here, output, print_json, say, shown_searches
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
+from scheduler.core.records import Failure
+from scheduler.core.text import seconds_text
+
+if TYPE_CHECKING:
+    from scheduler.core.records import Calibration, Outcome
+    from search_spaces.problem import Problem
 
 
 def sweep(
@@ -97,8 +103,11 @@ def sweep(
 
 
 def calibrate(
-    operation: arguments.OperationName,
+    operation: arguments.OptionalOperation = None,
     recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps, all of one chip.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Instead, measure XLA on a few products on this chip, in a minute.")
+    ] = False,
     hardware: arguments.HardwareName = None,
     device: arguments.Device = 0,
     ship: Annotated[Path | None, typer.Option(help="Write to this directory of records instead of the cache.")] = None,
@@ -108,6 +117,12 @@ def calibrate(
 
     Later predictions for this chip use them. Stored records do not change.
     """
+    arguments.reject(
+        {
+            "give either an operation, or --quick": (operation is None) != quick,
+            "--quick measures the chip of this host: omit --hardware": quick and hardware is not None,
+        }
+    )
     from scheduler.cli import record_report
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
@@ -115,16 +130,19 @@ def calibrate(
     from scheduler.store import text_files
     from search_spaces import load
 
-    with arguments.usage_errors():
-        op = load(operation)
-        chip = chips.find(hardware) if hardware is not None else None
     if ship is None:
         arguments.user_store().require_writable()
-    sweeps = [recorded_measurements(op, path) for path in recordings or []]
-    chip = chip or (sweeps[0].hardware if sweeps else arguments.hardware_here(device))
-    kept = [found for _, found in arguments.ask_stores(lambda store: stored_measurements(op, chip, store))]
-    found = merged_measurements([*sweeps, *kept])
-    fitted = fit(op, found.hardware, found.trials, found.environments)
+    if operation is None:
+        fitted = [_quick(device)]
+    else:
+        with arguments.usage_errors():
+            op = load(operation)
+            chip = chips.find(hardware) if hardware is not None else None
+        sweeps = [recorded_measurements(op, path) for path in recordings or []]
+        chip = chip or (sweeps[0].hardware if sweeps else arguments.hardware_here(device))
+        kept = [found for _, found in arguments.ask_stores(lambda store: stored_measurements(op, chip, store))]
+        found = merged_measurements([*sweeps, *kept])
+        fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
         where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))
     else:
@@ -135,8 +153,24 @@ def calibrate(
     if as_json:
         print_json([dataclasses.asdict(calibration) for calibration in fitted])
         return
-    output(f"{op.name} on {chip.id}", "", record_report.calibrations_table(fitted))
+    output(f"{fitted[0].operation} on {fitted[0].hardware}", "", record_report.calibrations_table(fitted))
     output(f"Written to {where}" if ship is not None else f"Stored in {where}")
+
+
+def _quick(device: int) -> Calibration:
+    """Measures the constants of the library on the chip of this host, and says which ones change."""
+    from scheduler.measure.pool import open_runner
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search import quick
+
+    def progress(problem: Problem, outcome: Outcome) -> None:
+        say(f"{problem}: {outcome if isinstance(outcome, Failure) else seconds_text(outcome.median_s)}")
+
+    with contextlib.closing(open_runner(RunnerOptions(device))) as runner:
+        calibration, changes = quick.measured(runner, progress)
+    for name, (before, after) in changes.items():
+        say(f"{name}: {before:.3g} before, now {after:.3g}")
+    return calibration
 
 
 def verify(

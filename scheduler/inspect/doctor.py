@@ -24,6 +24,7 @@ from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.inspect.case import examples, refusal
 from scheduler.inspect.provenance import stale_version
 from scheduler.measure.gpu import Gpu, cuda_wanted
+from scheduler.model.constants import calibrations, sibling_of
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.queries import Head
 from scheduler.store.store import Store, default_url, shipped
@@ -185,12 +186,22 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
         yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {detail}")
     else:
         yield Finding("hardware", "ok", hardware.id)
+    yield from _constants(hardware)
     like = next((row for row in rows if row.hardware.architecture == hardware.architecture), None)
     if like is not None and like.unverified_text:
         tried = like.kernels_text.replace("`", "")
         yield Finding("Pallas kernels", "note", f"{like.unverified_text}; a search tries {tried}")
     for name in OPERATIONS:
         yield from _backends(load(name), hardware)
+
+
+def _constants(hardware: Hardware) -> Iterator[Finding]:
+    """Yields a note on a GPU without constants of its own."""
+    found = calibrations("matmul", hardware).get(load("matmul").library.backend)
+    if hardware.platform == "cuda" and (found is None or sibling_of(found, hardware)):
+        whose = f"those of {sibling_of(found, hardware)}" if found is not None else "defaults"
+        detail = f"predictions of XLA's time use {whose}; to measure a few here: tile-scheduler calibrate --quick"
+        yield Finding("constants", "note", detail)
 
 
 def _caches() -> Iterator[Finding]:

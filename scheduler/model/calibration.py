@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Environment, Measurement, Observation, Trial, variant_of
 from scheduler.model.constants import MIN_RESIDUALS, Covariance, ProblemPoint, fitted
 from scheduler.model.cost import CostModel
+from scheduler.model.library import LibraryWork
 from scheduler.model.pruning import prune
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem
+from search_spaces.problem import ROW_BYTES, Problem
 from search_spaces.space import Columns
 
 Array = npt.NDArray[np.float64]
@@ -32,6 +34,15 @@ Array = npt.NDArray[np.float64]
 _WORTH = 1.25
 # Candidates for the fixed time of a library kernel, in seconds: 1.1 us for a fused row kernel, 4 us for cuBLAS.
 _LIBRARY_S = (5e-7, 1e-6, 1.5e-6, 2e-6, 3e-6, 4e-6, 5e-6)
+# Candidates for the constants of unaligned rows, of which the best combination is fitted.
+_UNALIGNED: Mapping[str, Array] = MappingProxyType(
+    {
+        "library_no_tma": np.linspace(0, 1.5, 7),
+        "library_unaligned": np.linspace(0, 2.4, 13),
+        "library_halving": np.linspace(0, 0.6, 7),
+        "library_store": np.linspace(0, 4, 9),
+    }
+)
 # Significant digits of the times in a calibration.
 _DIGITS = 5
 
@@ -132,12 +143,15 @@ def fit(
 ) -> Calibration:
     """Fits a kernel's scale, its errors by problem, and its fast variants to the observations.
 
-    For a library with at least `MIN_RESIDUALS` problems, also fits the fixed time of one of its kernels.
+    For a library with at least `MIN_RESIDUALS` problems, also fits the fixed time of one of its kernels. With so many
+    problems whose rows are not aligned, also fits what these cost.
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= MIN_RESIDUALS:
-        constants["library_s"] = min(_LIBRARY_S, key=lambda library_s: _spread(_with(model, library_s), seen))
-        model = _with(model, constants["library_s"])
+        constants["library_s"] = min(_LIBRARY_S, key=lambda s: _spread(_with(model, library_s=s), seen))
+        model = _with(model, **constants)
+        constants |= _unaligned(model, seen)
+        model = _with(model, **constants)
     errors = [_errors(model, one) for one in seen]
     scale = _scale(errors)
     constants["library_scale" if kernel.library else "scale"] = scale
@@ -171,14 +185,34 @@ def _scale(errors: Sequence[Array]) -> float:
     return float(np.exp(np.median([np.median(of_problem) for of_problem in errors])))
 
 
-def _with(model: CostModel, library_s: float) -> CostModel:
-    return CostModel(model.hardware, dataclasses.replace(model.in_force, library_s=library_s))
+def _with(model: CostModel, **constants: float) -> CostModel:
+    return CostModel(model.hardware, dataclasses.replace(model.in_force, **constants))
+
+
+def _unaligned(model: CostModel, seen: Sequence[Observed]) -> dict[str, float]:
+    """Returns the constants of unaligned rows with the least mean absolute log error, relative to aligned rows."""
+    others = [one for one in seen if one.problem.row_alignment < ROW_BYTES]
+    if len(others) < MIN_RESIDUALS:
+        return {}
+    level = float(np.median(_library_errors(model, [one for one in seen if one not in others] or others)))
+    work = [vars(LibraryWork.of(one.problem, model.hardware, model.in_force)) for one in others]
+    stacked = LibraryWork(**{name: np.array([each[name] for each in work]) for name in work[0]})
+    grid = np.meshgrid(*_UNALIGNED.values(), indexing="ij")
+    values = {name: each.reshape(-1, 1) for name, each in zip(_UNALIGNED, grid, strict=True)}
+    predicted_s = stacked.seconds(SimpleNamespace(**(dataclasses.asdict(model.in_force) | values)))
+    errors = np.log([one.seconds[0] for one in others] / predicted_s) - level
+    best = np.abs(errors).mean(axis=1).argmin()
+    return {name: _rounded(float(each[best, 0])) for name, each in values.items()}
 
 
 def _spread(model: CostModel, seen: Sequence[Observed]) -> float:
     """Returns the mean absolute deviation of a library's log errors from their median, which excludes the scale."""
-    errors = np.array([np.log(one.seconds[0] / model.library_seconds(one.problem)) for one in seen])
+    errors = _library_errors(model, seen)
     return float(np.abs(errors - np.median(errors)).mean())
+
+
+def _library_errors(model: CostModel, seen: Sequence[Observed]) -> Array:
+    return np.array([np.log(one.seconds[0] / model.library_seconds(one.problem)) for one in seen])
 
 
 def _fast(seconds: Array) -> npt.NDArray[np.bool_]:

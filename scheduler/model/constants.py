@@ -21,7 +21,7 @@ from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem
+from search_spaces.problem import ROW_BYTES, Problem
 
 # ------------------------------------------------------------------------------
 # Correction of the cost model's times for a kernel, learned from measured problems.
@@ -36,12 +36,11 @@ Array = npt.NDArray[np.float64]
 MIN_RESIDUALS = 8
 # Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
 _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
-# Standard deviations of two errors in log time: the one that all problems share, and the one that problems share whose
-# rows are no multiple of 16 bytes.
-_LEVEL, _UNALIGNED_LEVEL = 0.05, 0.2
+# Standard deviations of errors in log time that problems share: all problems, those of one arithmetic (XLA's TF32
+# reaches a larger share of its peak than its bfloat16), and those whose rows are not aligned.
+_LEVEL, _ARITHMETIC_LEVEL, _UNALIGNED_LEVEL = 0.03, 0.04, 0.2
 # The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
-_ALIGNED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +124,12 @@ class ProblemPoint:
 
     @functools.cached_property
     def alignment(self) -> float:
-        """The log2 of the largest power of two, up to 16, that divides the row bytes of all arrays.
+        """The log2 of `Problem.row_alignment`."""
+        return math.log2(self.problem.row_alignment)
 
-        Fast loads require 16 bytes (TMA, and cuBLAS for its fast kernels).
-        """
-        arrays = [s for s in (*self.problem.operands(), *self.problem.results()) if len(s.shape) > 1]
-        return math.log2(min((math.gcd(s.shape[-1] * s.dtype.itemsize, _ALIGNED) for s in arrays), default=_ALIGNED))
+    @functools.cached_property
+    def arithmetic(self) -> str:
+        return self.problem.arithmetic
 
 
 def _is_size(value: object) -> bool:
@@ -156,7 +155,7 @@ class Residuals:
         places = (*self.places, place)
         small = _small(places)
         distances = _distances(places, self.covariance.relevance)
-        signal = _signal(distances, small, _unaligned(places), self.covariance)
+        signal = _signal(distances, small, _unaligned(places), self.covariance) + _levels(places)
         noise = _noise(small, self.covariance)
         cross = signal[:-1, -1]
         solved = np.linalg.solve(signal[:-1, :-1] + np.diag(noise[:-1]), np.stack([np.array(self.errors), cross]).T)
@@ -172,9 +171,10 @@ def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covarianc
     if len(places) < MIN_RESIDUALS:
         return Covariance()
     small, unaligned, y = _small(places), _unaligned(places), np.array(errors)
+    levels = _levels(places)
 
     def cost(c: Covariance, distances: tuple[Array, Array]) -> float:
-        lower = np.linalg.cholesky(_signal(distances, small, unaligned, c) + np.diag(_noise(small, c)))
+        lower = np.linalg.cholesky(_signal(distances, small, unaligned, c) + levels + np.diag(_noise(small, c)))
         whitened = np.linalg.solve(lower, y)
         return float(whitened @ whitened / 2 + np.log(np.diag(lower)).sum())
 
@@ -213,17 +213,23 @@ def _small(places: Sequence[ProblemPoint]) -> Array:
 
 
 def _unaligned(places: Sequence[ProblemPoint]) -> npt.NDArray[np.bool_]:
-    return np.array([place.alignment < math.log2(_ALIGNED) for place in places])
+    return np.array([place.alignment < math.log2(ROW_BYTES) for place in places])
 
 
 def _signal(distances: tuple[Array, Array], small: Array, unaligned: npt.NDArray[np.bool_], c: Covariance) -> Array:
-    """Returns a Matern 5/2 covariance with a deviation that depends on time and alignment, plus the shared levels."""
+    """Returns a Matern 5/2 covariance with a deviation that depends on time and alignment."""
     doublings, others = distances
     r = np.sqrt(5 * (doublings / c.doublings**2 + others))
     deviation = (c.deviation + c.small_deviation * small) * np.where(unaligned, c.unaligned, 1.0)
-    level = np.where(unaligned, _UNALIGNED_LEVEL, 0.0)
     covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation)
-    return covariance + _LEVEL**2 + np.outer(level, level)
+    return covariance
+
+
+def _levels(places: Sequence[ProblemPoint]) -> Array:
+    """Returns the covariance of the errors that problems share, however far apart they are."""
+    unaligned, arithmetic = _unaligned(places), np.array([place.arithmetic for place in places])
+    same = arithmetic[:, None] == arithmetic[None]
+    return _LEVEL**2 + _ARITHMETIC_LEVEL**2 * same + _UNALIGNED_LEVEL**2 * np.outer(unaligned, unaligned)
 
 
 def _noise(small: Array, c: Covariance) -> Array:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
+from scheduler.model.library import LibraryWork
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem
@@ -69,6 +70,10 @@ class Constants:
         the memory bandwidth, and order of the norm for the library's kernels.
       library_grain: result elements per core at which the library reaches half of its arithmetic rate.
       library_s: fixed time of a library kernel, including its launch, in seconds.
+      library_no_tma: increase of the library's arithmetic time if rows of an operand are not aligned, relative to
+        aligned rows (`problem.row_alignment`): its kernels then use neither TMA nor WGMMA.
+      library_unaligned, library_halving: the same, for each such operand, and for each halving below 8 bytes.
+      library_store: increase of the memory time of results with unaligned rows, relative to aligned rows.
     """
 
     scale: float = 1.0
@@ -96,6 +101,10 @@ class Constants:
     library_p: float = 5.0
     library_grain: float = 500.0
     library_s: float = 4e-6
+    library_no_tma: float = 0.5
+    library_unaligned: float = 1.3
+    library_halving: float = 0.2
+    library_store: float = 1.5
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -115,12 +124,14 @@ ORDERS = ("p", "library_p")
 FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
 
 # In the interpreter on a CPU, nothing overlaps, and each grid step costs about a millisecond.
-_CPU = Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3)
+_ANY_ROWS = {"library_no_tma": 0.0, "library_unaligned": 0.0, "library_halving": 0.0, "library_store": 0.0}
+_CPU = Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3, **_ANY_ROWS)
 # No TPU has been measured. The constants of steps, loops and XLA's arithmetic are from libtpu's static schedules
 # (docs/search-and-model.md).
 _TPU = Constants(
-    e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0
-)
+    e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0,
+    **_ANY_ROWS,
+)  # fmt: skip
 
 # Platform -> constants; other platforms have the defaults.
 BY_PLATFORM: Mapping[str, Constants] = MappingProxyType({"cpu": _CPU, "tpu": _TPU})
@@ -268,23 +279,8 @@ class CostModel:
         return problem.library_bytes_moved / self.hardware.hbm_bytes_per_s
 
     def library_seconds(self, problem: Problem) -> float:
-        """Returns the predicted time of XLA, in seconds.
-
-        It is the p-norm of arithmetic and memory time, at XLA's fractions of the peaks, plus fixed overheads. A small
-        result cannot keep all cores busy, so its arithmetic runs at a lower rate. Intermediate arrays between two
-        kernels add to the time without overlap, because XLA's kernels run one after another.
-        """
-        h, c = self.hardware, self.in_force
-        results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
-        busy = results / (results + c.library_grain * h.cores) if results else 1.0
-        flops = problem.library_flops(h.platform)
-        arithmetic = flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
-        hbm_rate = c.library_e_hbm * h.hbm_bytes_per_s
-        overlapped = float(_norm(np.array([arithmetic, problem.bytes_moved / hbm_rate]), c.library_p))
-        further_bytes = problem.library_bytes_moved - problem.bytes_moved + problem.library_bytes_read_again
-        between = further_bytes / hbm_rate
-        following = between + c.launch_share * h.launch_s if between else 0.0
-        return c.library_scale * (overlapped + following + c.library_s)
+        """Returns the predicted time of XLA in seconds (`LibraryWork.seconds`)."""
+        return float(LibraryWork.of(problem, self.hardware, self.in_force).seconds(self.in_force))
 
     def library_spread(self, problem: Problem) -> float:
         """Returns the uncertainty of `library_seconds` in log time, from `Problem.library_bytes_unsure`."""

@@ -63,6 +63,8 @@ class Neighbour:
 def distance(one: Problem, other: Problem) -> float:
     """Returns the doublings between two problems: ``sum |log2(size / size)|`` over the numbers in `coordinates`.
 
+    Each doubling of `Problem.row_alignment` counts as one, too: other kernels are fast with unaligned rows.
+
     The distance is infinite if the problems differ in anything other than numbers, or in a number that is not positive.
     """
     total = 0.0
@@ -76,7 +78,7 @@ def distance(one: Problem, other: Problem) -> float:
         if isinstance(mine, bool | str) or isinstance(its, bool | str) or min(mine, its) <= 0:
             return math.inf
         total += abs(math.log2(mine / its))
-    return total
+    return total + abs(math.log2(one.row_alignment / other.row_alignment))
 
 
 def near(operation: Operation[Any], problem: Problem, hardware: Hardware, within: float, most: int = MOST) -> Near:

@@ -275,6 +275,10 @@ class MatmulProblem(Problem):
         return cut_columns(whole, self.columns) if self.split_sizes else whole
 
     @property
+    def matrices(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.operands()[:2]
+
+    @property
     def acc_dtype(self) -> Any:
         """Dtype of the accumulators."""
         return jnp.dtype(jnp.int32 if self.dtype == "int8" else jnp.float32)

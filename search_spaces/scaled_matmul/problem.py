@@ -108,6 +108,10 @@ class ScaledMatmulProblem(Problem):
         )
 
     @property
+    def matrices(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.operands()[:2]
+
+    @property
     def product(self) -> MatmulProblem:
         """The matmul without scales."""
         return MatmulProblem(self.m, self.n, self.k, self.dtype, out_dtype=self.out_dtype, transpose_b=self.transpose_b)

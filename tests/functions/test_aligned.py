@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from scheduler.core import hardware as chips
 from scheduler.functions.rewriting import Rewriter
+from scheduler.model.cost import CostModel
+from search_spaces.matmul import MatmulProblem
+from search_spaces.problem import nbytes
 
 
 def _changed(fn, *args, platform="cuda"):
@@ -86,3 +90,33 @@ def test_products_are_padded_only_for_platforms_that_need_it():
     fn, *args = PADDED["columns"]
     closed, after = _changed(fn, *args, platform="cpu")
     assert after.jaxpr is closed
+
+
+def _padded_s(p, model):
+    """The predicted time of XLA's product with padded extents, and of the copies that pad and slice."""
+    m, n, k = p.m, -(-p.n // 128) * 128, -(-p.k // 128) * 128
+    wide = MatmulProblem(m, n, k)
+    arrays = zip((*p.operands(), p.result()), (*wide.operands(), wide.result()), strict=True)
+    copied = sum(nbytes(narrow) + nbytes(padded) for narrow, padded in arrays if narrow.shape != padded.shape)
+    return model.library_seconds(wide) + copied / (model.in_force.library_e_hbm * model.hardware.hbm_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        (4096, 4097, 4096),
+        (4096, 4096, 4095),
+        (4095, 4095, 4095),
+        (8192, 50257, 768),
+        (512, 50257, 768),
+        (2048, 3000, 1001),
+        (16, 4097, 4096),
+        (4096, 4096, 4096),
+    ],
+    ids=str,
+)
+def test_products_are_padded_where_the_model_of_xla_predicts_a_gain(extents):
+    problem, model = MatmulProblem(*extents), CostModel(chips.find("NVIDIA H200"))
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in problem.operands()]
+    _, after = _changed(jnp.matmul, *operands)
+    assert bool(after.changes) is (_padded_s(problem, model) < model.library_seconds(problem))

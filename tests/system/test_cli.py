@@ -298,15 +298,6 @@ def test_the_version_is_the_one_that_is_installed():
     assert run("--version")[0].strip() == importlib.metadata.version("tile-scheduler")
 
 
-def test_doctor_says_where_there_is_nothing_to_calibrate(store):
-    found = json.loads(run("doctor", "--calibrate", "--json", status=DOCTOR)[0])
-    assert found[-1] == {
-        "what": "calibration",
-        "state": "note",
-        "detail": "nothing to calibrate: cpu has constants of its own, or no other chip of cpu has any",
-    }
-
-
 def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
     found = {row["what"]: row for row in json.loads(run("doctor", "--json", status=DOCTOR)[0])}
     assert importlib.metadata.version("jax") in found["packages"]["detail"]
