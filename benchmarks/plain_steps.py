@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -54,15 +54,18 @@ class Built:
       function: of `jax.jit`, `nnx.jit` or `filter_jit`.
       arguments: makes them. Each version has its own, since a call may update or donate them.
       carried: number of first results that are the first arguments of the next call.
+      bind: fixes the first arguments, and returns the function of the others with these: `nnx.cached_partial`.
     """
 
     function: Callable[..., Any]
     arguments: Callable[[], tuple[Any, ...]]
     carried: int = 0
+    bind: Callable[..., tuple[Callable[..., Any], Sequence[Any]]] = lambda version, *args: (version, args)
 
     def caller(self, version: Callable[..., Any]) -> Callable[[], Any]:
         """Returns a call of `version` in a loop; it returns the results that are not carried."""
-        args = list(self.arguments())
+        version, rest = self.bind(version, *self.arguments())
+        args = list(rest)
 
         def call() -> Any:
             results = version(*args)

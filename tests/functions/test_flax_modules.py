@@ -297,6 +297,17 @@ def test_modules_that_a_function_holds_are_updated_in_place(making):
         assert_same(state(*mine), state(*theirs))
 
 
+def test_an_optimized_function_of_nnx_jit_is_one_for_cached_partial():
+    mine, theirs = made(), made()
+    fast = scheduler.optimize(nnx.jit(step), backends="interpret", keep="tuned")
+    cached = nnx.cached_partial(fast, *mine)
+    for n in (3, 3):
+        assert_same(cached(batch(n)), REFERENCE(*theirs, batch(n)))
+        assert_same(state(*mine), state(*theirs))
+    assert "kernel" in fast.decisions[0].reason
+    assert len(fast.decisions) == 1
+
+
 MODEL, OPTIMIZER = made()
 
 
