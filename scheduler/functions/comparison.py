@@ -40,11 +40,11 @@ PRODUCTS = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}
 # The largest error of one element may be this factor of the one in the root mean square, relative to the largest one.
 PEAK = 8.0
 # A region of several stages hands on rounded results. Flash attention's backward pass, for example, reads the rounded
-# output, while the equations of a softmax keep its row sums in float32: in a GPT-2 whose keys have a large mean, dq is
-# then wrong by 1.3 % where the equations are wrong by 0.2 % (cuDNN and this package's kernel alike, H200). Such a
-# region may be wrong by `ALIKE` times what the library of its operations is, on the function's own values. The
-# library's error counts up to `MOST_OF_LIBRARY`: if the region was recognised wrongly, it is larger.
-ALIKE, MOST_OF_LIBRARY = 1.5, 0.03
+# output, while the equations of a softmax keep its row sums in float32. In a GPT-2 with keys of a large mean, dq then
+# has an error of 1.3 %, and by the equations one of 0.2 % (cuDNN and this package's kernel, H200). On the function's
+# own values, such a region may be wrong by `LIBRARY_FACTOR` times the error of the library of its operations. That
+# error counts up to `MOST_OF_LIBRARY`: if the region was recognised wrongly, it is larger.
+LIBRARY_FACTOR, MOST_OF_LIBRARY = 1.5, 0.03
 # Runs with noise: the largest change among them counts.
 NOISY_RUNS = 3
 # Elements of a result that may change as if their sign had been lost, at most an eighth of them. The update of a sign
@@ -200,7 +200,7 @@ def errors(
     return jnp.stack(rows)
 
 
-def verdict(found: Any, results: Sequence[Any], least: float, alike: float = 0.0) -> str | None:
+def verdict(found: Any, results: Sequence[Any], least: float, library_factor: float = 0.0) -> str | None:
     """Describes the first result whose error exceeds `FACTOR` times that of the plain version; None if none does.
 
     The same holds for the number of elements that are finite in one version alone: where a sum of huge terms cancels,
@@ -210,14 +210,14 @@ def verdict(found: Any, results: Sequence[Any], least: float, alike: float = 0.0
       found: from `errors`.
       results: with shapes and dtypes.
       least: the error that is allowed in any case, from `least_rounding`.
-      alike: the error may be so many times that of the libraries.
+      library_factor: the error may be so many times that of the libraries.
     """
     for i, (row, x) in enumerate(zip(np.asarray(found, np.float64), results, strict=True)):
         off, plain, of_library = np.split(row, 3)
         unit = max(_unit(x.dtype) / 4, least) if _unit(x.dtype) else 0.0
         allowed = np.maximum(FACTOR * plain, [unit, PEAK * unit, 0.0])
         if of_library[0] <= MOST_OF_LIBRARY:
-            allowed = np.maximum(allowed, alike * of_library * [1.0, 1.0, 0.0])
+            allowed = np.maximum(allowed, library_factor * of_library * [1.0, 1.0, 0.0])
         if not _within(off, allowed):
             return _difference_text(f"result {i} {_type_text(x)}", x.dtype, off, allowed)
     return None
@@ -314,7 +314,7 @@ class Comparison:
 
     def on(self, *operands: Any) -> str | None:
         """Describes how the results for these operands disagree; None if they do not."""
-        return self._verdict(operands, self._least, ALIKE)
+        return self._verdict(operands, self._least, LIBRARY_FACTOR)
 
     @partitioning_compat.empty_mesh()
     def disagreement(self) -> str | None:
@@ -342,10 +342,10 @@ class Comparison:
         libraries = self._library(*operands) if self._library else ()
         return errors(tuned, right, self._wide(*operands), others, libraries)
 
-    def _verdict(self, operands: Sequence[Any], least: float, alike: float = 0.0) -> str | None:
+    def _verdict(self, operands: Sequence[Any], least: float, library_factor: float = 0.0) -> str | None:
         compared = self._program()
         placed = map(jax.device_put, operands, compared.input_shardings[0])  # on all devices of a mesh
-        return verdict(compared(*placed), self._results, least, alike)
+        return verdict(compared(*placed), self._results, least, library_factor)
 
     def _program(self) -> Any:
         if self._compiled is None:

@@ -21,7 +21,7 @@ _compiled: dict[Any, concurrent.futures.Future[Any]] = {}
 
 
 def drawings(structs: Sequence[Any], beside: concurrent.futures.Executor, *, special: bool) -> list[Drawing]:
-    """Returns what draws each of these operands of a comparison. Programs that are new are compiled beside.
+    """Returns functions that draw these operands of a comparison. New programs are compiled by the executor.
 
     Args:
       special: Whether operands with special values are drawn, too.

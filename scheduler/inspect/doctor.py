@@ -199,8 +199,8 @@ def _constants(hardware: Hardware) -> Iterator[Finding]:
     """Yields a note on a GPU without constants of its own."""
     found = calibrations("matmul", hardware).get(load("matmul").library.backend)
     if hardware.platform == "cuda" and (found is None or sibling_of(found, hardware)):
-        whose = f"those of {sibling_of(found, hardware)}" if found is not None else "defaults"
-        detail = f"predictions of XLA's time use {whose}; to measure a few here: tile-scheduler calibrate --quick"
+        source = f"those of {sibling_of(found, hardware)}" if found is not None else "defaults"
+        detail = f"predictions of XLA's time use {source}; to measure a few here: tile-scheduler calibrate --quick"
         yield Finding("constants", "note", detail)
 
 

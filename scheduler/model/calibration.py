@@ -144,7 +144,7 @@ def fit(
     """Fits a kernel's scale, its errors by problem, and its fast variants to the observations.
 
     For a library with at least `MIN_RESIDUALS` problems, also fits the fixed time of one of its kernels. With so many
-    problems whose rows are not aligned, also fits what these cost.
+    problems with unaligned rows, also fits the costs of these.
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= MIN_RESIDUALS:

@@ -37,7 +37,7 @@ MIN_RESIDUALS = 8
 # Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
 _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
 # Standard deviations of errors in log time that problems share: all problems, those of one arithmetic (XLA's TF32
-# reaches a larger share of its peak than its bfloat16), and those whose rows are not aligned.
+# reaches a larger share of its peak than its bfloat16), and those with unaligned rows.
 _LEVEL, _ARITHMETIC_LEVEL, _UNALIGNED_LEVEL = 0.03, 0.04, 0.2
 # The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
