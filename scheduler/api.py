@@ -260,6 +260,6 @@ def _operation_of(given: Any) -> Operation[Any]:
 
 
 def _operation_for(given: Any, operation: Operation[Any], problem: Problem) -> Operation[Any]:
-    """Returns that of the operations of a function whose problems have this type; by default `operation`."""
+    """Returns the operation with problems of this type, among those of a function; by default `operation`."""
     each = getattr(given, "operations", ()) if isinstance(given, types.FunctionType) else ()
     return next((other for other in each if other.problem is type(problem)), operation)

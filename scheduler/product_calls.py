@@ -30,7 +30,7 @@ def tuned_gated_matmul(
     float32, and the result is rounded once. An XLA program that rounds after each step, as users write it, is used if
     it was measured to be the fastest; ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes it.
 
-    Works wherever `tuned_matmul` works. Under a derivative, the kernels of `tuned_matmul` compute both matmuls, whose
+    Works wherever `tuned_matmul` works. Under a derivative, the kernels of `tuned_matmul` compute both matmuls. Their
     results are rounded and saved, and the backward pass uses such matmuls, too. The call falls back to XLA for empty
     operands, and for real operands of 16 bits or more unless both are bfloat16 or both float16. Under `jax.vmap`, a
     batched `x` becomes more rows, and batched weights run one call each.

@@ -209,7 +209,7 @@ def _held(wanted: Callable[[Any], bool]) -> _Place | None:
     """Returns the first place with a wanted value; a place in a script only if no module has one."""
     script: _Place | None = None
     # Another thread may import meanwhile. `list` of a dict's items is not atomic: it may start a garbage collection,
-    # whose callbacks let other threads run. A copy is.
+    # and its callbacks let other threads run. A copy is.
     for module_name, module in sys.modules.copy().items():
         for attribute, value in getattr(module, "__dict__", {}).copy().items():
             if wanted(value):

@@ -23,7 +23,7 @@ _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_
 
 
 class Known(NamedTuple):
-    """A function whose rule equals the derivative of its equations.
+    """A function with a rule that equals the derivative of its equations.
 
     Attributes:
       operands: how many operands its equation has.
@@ -150,7 +150,7 @@ class _Change(NamedTuple):
 
 
 _OTHER = _Change("other", 1.0)
-# Equations whose result changes as their first input.
+# The result of these equations changes as their first input.
 _UNCHANGED = frozenset({"convert_element_type", "copy", "name", "pvary", "optimization_barrier", "reshape", "squeeze"})
 _UNCHANGED |= {"expand_dims", "transpose", "slice", "broadcast_in_dim", "reduce_max", "reduce_min", "stop_gradient"}
 # The kinds of the argument and of the result, and the factor of the result over that of the argument.

@@ -63,7 +63,7 @@ _SOURCE = frozenset(
 _DERIVATIVE = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp", "fwd", "out_trees"})
 _UNSEEN = _SOURCE | _DERIVATIVE
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
-# Packages whose functions and types count by name.
+# Functions and types of these packages count by name.
 _TOOLS = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools", "scheduler", "search_spaces"})
 
 

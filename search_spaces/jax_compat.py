@@ -198,7 +198,7 @@ def jax_gpu_kernel(name: str) -> Any:
 
 
 def writing_over(run: Callable[..., Any]) -> Any:
-    """Jits `run` with an additional first argument: donated buffers whose memory the results take.
+    """Jits `run` with an additional first argument: donated buffers that become the memory of the results.
 
     There is one buffer for each result: an array or a tuple of them, as the results are. Elements that `run` does not
     write keep the buffer's content, provided that `run` writes its result directly: slices and casts afterwards are

@@ -114,7 +114,7 @@ def dispatched(
     select: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]] | None],
     static: tuple[tuple[int, ...], tuple[str, ...]],
 ) -> Callable[..., Any]:
-    """Returns a function whose calls cost what calls of a `jax.jit` function cost: JAX's C++ code finds their program.
+    """Returns a function with the call cost of a `jax.jit` function: JAX's C++ code finds the program of a call.
 
     The key of JAX includes the structure, shapes, dtypes and placement of the arguments, and `trace_context`.
 
@@ -159,7 +159,7 @@ def infer_layouts_sooner() -> None:
     infer, name_of = inference.infer_layout, inference.ValueSite.__str__
     numbering: Any = importlib.import_module("jaxlib.mlir.ir").AsmState
     names: dict[Any, str] = {}
-    numbered: list[Any] = []  # value numberings of the kernel whose layouts are being inferred
+    numbered: list[Any] = []  # value numberings of the kernel in layout inference
 
     @functools.wraps(infer)
     def infer_layout(module: Any, **how: Any) -> Any:

@@ -167,7 +167,7 @@ def _partition(operands: Any, given: Any, result: Any, wanted: Any, key: bytes) 
     """XLA's callback: returns the module of one device, and the sharding of its operands and results.
 
     An exception that leaves it would end the process: jaxlib 0.10 releases it without the GIL. So an exception becomes
-    a module that XLA cannot compile, and whose name XLA reports.
+    a module that XLA cannot compile; XLA reports its name.
     """
     call = _calls.get(key.decode()) or DividedCall(None, _unknown, contextlib.nullcontext, ("cpu",))
     try:
@@ -238,8 +238,8 @@ def empty_mesh() -> Iterator[None]:
 def _as_specs(shardings: Sequence[Any], ranks: Sequence[int]) -> tuple[AbstractMesh, list[Spec]]:
     """Converts XLA's shardings to specs on a mesh of our own, with prime axis sizes.
 
-    This represents meshes of any shape, and several in one program. An array whose sharding cannot be represented is
-    whole on each device.
+    This represents meshes of any shape, and several in one program. An array with a sharding that cannot be
+    represented is whole on each device.
     """
     devices = next((math.prod(s.tile_assignment_dimensions()) for s in shardings if s is not None and s.is_tiled()), 1)
     best: tuple[int, AbstractMesh, list[Spec]] | None = None

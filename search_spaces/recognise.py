@@ -289,7 +289,7 @@ class Region:
     Attributes:
       stages: in the order in which they run.
       roots: the arrays that determine all inputs and results, for a comparison with the equations.
-      shown: the equations whose source lines are reported.
+      shown: the equations to report, by their source lines.
     """
 
     stages: tuple[Stage, ...]
@@ -310,7 +310,7 @@ class Left:
     """Equations that look like a region, but that no tuned call may replace.
 
     Attributes:
-      shown: the equation whose source line is reported.
+      shown: the equation to report, by its source line.
     """
 
     reason: str

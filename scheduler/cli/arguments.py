@@ -145,7 +145,7 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
 def wanted_by(
     keys: Sequence[Key], operation: str | None, hardware: str | None, fields: Sequence[str] | None = None
 ) -> Callable[[Key], bool]:
-    """Returns a filter for keys of an operation, of a chip whose name matches `hardware`, and of one problem.
+    """Returns a filter for keys of an operation, of a chip that matches the name `hardware`, and of one problem.
 
     None disables a condition.
 

@@ -89,7 +89,7 @@ def _is_installed(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def owner_of(file: str) -> Owner:
-    """Returns the owner of a file; code without a file, whose name begins with "<", counts as library code."""
+    """Returns the owner of a file; code without a file (its name begins with "<") counts as library code."""
     path = Path(file)
     if file.startswith("<") or path == _ROOT / "search_spaces" / "jax_compat.py":  # which wraps JAX
         return "library"

@@ -219,7 +219,7 @@ class Verdict:
       rounds: number of rounds in the run-off.
       tied: equally fast candidates as "backend schedule", the winner first; empty if the winner is alone.
       margin_low, margin_high: bounds of the runner-up's time over the winner's, minus one; None if unknown.
-      drift: the slowest round over the fastest, minus one, of the finalist whose rounds differ least.
+      drift: the slowest round over the fastest, minus one, of the finalist with the most similar rounds.
       notes: further events, one sentence each.
     """
 
@@ -302,7 +302,7 @@ class Record:
       failed: backends without an entry because all their candidates failed; empty in an old record.
       library: the backend of the baseline.
       reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
-      legal: the fingerprint of the legal schedules of kernels whose version is 0; "" without such a kernel.
+      legal: the fingerprint of the legal schedules of kernels with version 0; "" without such a kernel.
       notes: what users must know about the results of these schedules, one sentence each.
       imported: its source if it was not verified on this machine, else None. Exported text omits it.
     """

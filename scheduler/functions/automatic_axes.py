@@ -21,7 +21,7 @@ _OF_RESULTS = ("sharding", "out_sharding")
 
 
 def on_automatic_axes(closed: Any) -> Any:
-    """Returns a closed jaxpr of the same arguments and results, whose equations are on no explicit axes.
+    """Returns a closed jaxpr of the same arguments and results, with no equation on explicit axes.
 
     On explicit axes, types have shardings, which replaced equations would have to keep. Arguments and results keep
     theirs, and `jax.sharding.reshard` becomes a constraint. XLA decides about other arrays.

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # A tuned version may be wrong by this factor of what rounding does to the plain one.
 FACTOR = 3.0
-# Relative rounding of matmuls whose arithmetic is coarser than their operands.
+# Relative rounding of matmuls with coarser arithmetic than their operands.
 PRODUCTS = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}
 # The largest error of one element may be this factor of the one in the root mean square, relative to the largest one.
 PEAK = 8.0
@@ -201,7 +201,7 @@ def errors(
 
 
 def verdict(found: Any, results: Sequence[Any], least: float, library_factor: float = 0.0) -> str | None:
-    """Describes the first result whose error exceeds `FACTOR` times that of the plain version; None if none does.
+    """Describes the first result with an error above `FACTOR` times that of the plain version; None if none has.
 
     The same holds for the number of elements that are finite in one version alone: where a sum of huge terms cancels,
     its rounding decides whether its square overflows.
@@ -229,7 +229,7 @@ def verdict(found: Any, results: Sequence[Any], least: float, library_factor: fl
 # (operation, problem, params, operands) -> results of a tuned call.
 TunedCall = Callable[..., Any]
 
-# Random operands, with their seeds, and operands whose squares overflow or underflow float32 and bfloat16.
+# Random operands, with their seeds, and operands with squares that overflow or underflow float32 and bfloat16.
 DRAWS = {"random": 0, "other random": 1}
 SCALES = {"huge": 2.0**80, "minute": 2.0**-80}
 
@@ -246,7 +246,7 @@ def region_disagreement(
 
     Args:
       key: what else the calls depend on, such as their schedules.
-      differentiable: calls whose gradients are compared with those of the equations, too. Other schedules than those of
+      differentiable: calls for comparing gradients with those of the equations, too. Other schedules than those of
         `calls` may run them: this compares the meaning of gradients.
     """
     found = RegionComparison(region)
@@ -333,7 +333,7 @@ class Comparison:
         return None
 
     def _errors(self, operands: Sequence[Any], tuned: Sequence[Any]) -> jax.Array:
-        # Without the barrier, XLA drops roundings whose results are widened at once.
+        # Without the barrier, XLA drops a rounding if its result is widened at once.
         tuned, right = lax.optimization_barrier((list(tuned), list(self._plain(*operands))))
         # Narrow dtypes round more than the operands of their float32 version.
         narrow = all(_unit(x.dtype) for x in right)

@@ -221,7 +221,7 @@ def _held(equation: Any) -> Iterator[Any]:
 
 @functools.cache
 def operations_by_primitive() -> Mapping[Any, tuple[Operation[Any], ...]]:
-    """Returns the JAX primitives whose equations operations can replace, with these operations."""
+    """Returns, for each JAX primitive, the operations that can replace its equations."""
     found: dict[Any, tuple[Operation[Any], ...]] = {}
     for operation in map(load, OPERATIONS):
         for primitive in operation.equations:

@@ -47,7 +47,7 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """A scan whose body is part of a pair.
+    """A scan with a body that is part of a pair.
 
     Attributes:
       handed: the regions that the forward body begins and the backward body ends.

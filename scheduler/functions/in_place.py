@@ -108,7 +108,7 @@ class InPlace:
 
     A function that is lowered with these comparisons computes its own equations. It hands out the operands of what
     would be replaced, at the first place of each kind, and if they are small at the second, fourth, and so on. A kind
-    is a key, and for single equations, whose problem does not name their layout, their parameters.
+    is a key, and for single equations also their parameters, because their problem does not name the layout.
     """
 
     def __init__(self, devices: int, before: InPlace | None = None) -> None:

@@ -36,7 +36,7 @@ class Replaced:
       problem: The problem of the call, or of one device's part of it.
       schedule: The fields of the schedule.
       reason: Why this schedule was selected, or why XLA computes the equations.
-      line: The lines of the user's code whose equations it replaces as regions; "" for single equations.
+      line: The lines of the user's code with the equations that it replaces as regions; "" for single equations.
       times: How often one call of the function runs it.
       keys: Those of its replacements, which leave it out if they are refused (`lower_with_kernels`).
       alone: The times of this schedule and of XLA alone, per run; None if neither a record nor the model selected it.

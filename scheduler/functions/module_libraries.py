@@ -49,7 +49,7 @@ def equinox_donated(
 def jitted_by_equinox(fn: Any, replaced: Callable[[Any], Any]) -> Any:
     """Returns a copy of a `filter_jit` function, but ``replaced(f)`` runs for its function `f` of arrays.
 
-    None stands for a version of Equinox whose jitted functions are built otherwise.
+    None stands for a version of Equinox that builds jitted functions otherwise.
     """
     jitted = getattr(fn, "_cached", None)
     if not lowering_compat.is_jitted(jitted):
@@ -158,7 +158,7 @@ def jitted_by_flax(
 ) -> Any:
     """Returns `function` jitted by `nnx.jit`, but ``replaced(f)`` runs for the function `f` of split modules.
 
-    None stands for a version or a mode of flax.nnx whose jitted functions are built otherwise.
+    None stands for a version or a mode of flax.nnx that builds jitted functions otherwise.
 
     Args:
       fn: The result of `nnx.jit`, which gives the static and donated arguments; or a plain function.

@@ -19,8 +19,8 @@ from search_spaces.checking import mixed_bits
 
 # Relative noise of float32 results that programs round differently: sums in another order, and exponentials.
 FINEST = 2.0**-20
-# Primitives whose float32 results depend on the order of a sum, or on the approximation of a function. Quotients differ
-# by less: noise at each of an optimizer's would double the time of compilation.
+# Primitives with float32 results that depend on the order of a sum, or on the approximation of a function. Quotients
+# differ by less: noise at each of an optimizer's would double the time of compilation.
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "tuned_call"})
 _SUMS_AND_FUNCTIONS = """
     cbrt cos cosh cumlogsumexp cumprod cumsum digamma erf erf_inv erfc exp exp2 expm1 lgamma log log1p

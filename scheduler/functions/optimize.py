@@ -308,7 +308,7 @@ class Optimized:
         return self._traceable("eval_shape")(*args, **kwargs)
 
     def _traceable(self, name: str) -> Any:
-        """Returns the method of the jitted function, of JAX or of the library whose modules the function takes."""
+        """Returns the method of the jitted function, of JAX or of the library of the function's modules."""
         if self._always_opened is None:
             self._always_opened = self._must_open()
         if self._always_opened:
@@ -470,5 +470,5 @@ class _Version:
     run: Any
 
 
-# Marks a key whose calls must go through `_call_opened`.
+# Marks a key: its calls must go through `_call_opened`.
 _OPENED = _Version(Decided("", "", None, ""), None)

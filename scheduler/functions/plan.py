@@ -31,7 +31,7 @@ def plan(which: Plan | str | os.PathLike[str], *, missing: Missing = "xla") -> I
 
     Args:
       which: A plan, or the path of its file.
-      missing: What to do about a tuned call whose problem the plan does not contain, or whose entry is no longer valid:
+      missing: What to do about a tuned call if the plan does not contain its problem, or its entry is no longer valid:
         "xla" (with a warning if the entry is no longer valid), or "error". `optimize` leaves all else to XLA.
 
     Raises:

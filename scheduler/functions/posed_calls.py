@@ -78,7 +78,7 @@ def recorded(
     on_one_device: bool = False,
     recorder_of: Callable[[Operation[Any], Problem], QueryRecorder] = lambda operation, problem: QueryRecorder(),
 ) -> tuple[Any, list[PosedCall]]:
-    """Returns a jaxpr whose tuned calls record their queries and use no store, and the calls that are listed.
+    """Returns a jaxpr with tuned calls that record their queries and use no store, and the calls that are listed.
 
     Args:
       jaxpr: The jaxpr of a function, from `with_regions` unless `own`.

@@ -174,7 +174,7 @@ class Problems:
       tuned: The problems of the tuned calls.
       untuned: The problems that `scheduler.optimize` would add, the most expensive first; empty for its results.
       hardware: The chip used for the roofline that orders the problems.
-      loops: Loops whose counts are unknown: the iterations of a `while`, the branches of a `cond`.
+      loops: Loops with unknown counts: the iterations of a `while`, the branches of a `cond`.
       mesh: The mesh over which XLA partitions the function, as ``data=2, model=4``: tuned problems are those of one
         device. "" if XLA partitions none of its tuned calls.
       left: Tuned calls left to XLA on that mesh.

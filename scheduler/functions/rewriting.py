@@ -30,7 +30,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.recognise import Graph, Left, Node, Region, Value
 
-# Calls whose bodies are not searched together with the equations around them. The body of `jax.checkpoint` is computed
+# The body of such a call is not searched together with the equations around it. `jax.checkpoint` computes its body
 # again on purpose; the rule of a `jax.custom_batching.custom_vmap` counts if the function is transformed later.
 _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 _WITH_RULES = _CHECKPOINTS | {"custom_vmap_call"}
@@ -99,7 +99,7 @@ class _Pass(NamedTuple):
     """One pass over a jaxpr.
 
     Attributes:
-      operations: those whose regions are replaced.
+      operations: those with regions to replace.
       in_pairs: whether a region may have a part in a scan and a part in the scan of its backward pass.
       platform: for which other equations are changed, too; None leaves them as they are.
     """
@@ -307,7 +307,7 @@ class Rewriter:
 
 
 def _of_operation(found: Region | Left, operation: Operation[Any]) -> Region | Left:
-    """Returns a region whose stages all name their operations."""
+    """Returns a region; all its stages name their operations."""
     if isinstance(found, Left):
         return found
     stages = [dataclasses.replace(stage, operation=stage.operation or operation) for stage in found.stages]

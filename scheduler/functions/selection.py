@@ -129,7 +129,7 @@ def where(traced: Any, platform: str) -> Mapping[str, Any]:
     return {"traced": traced, "regions_on": platform, "partitioned": Partitioned(traced, platform)}
 
 
-# The operations whose regions are replaced. If attention stays with XLA, the rows and products in it may be replaced;
+# Selects the operations of replaced regions. If attention stays with XLA, the rows and products in it may be replaced;
 # if rows stay, the products in them. Each of these programs is compiled only if a call is in none before.
 _REPLACED: tuple[Callable[[Operation[Any]], bool], ...] = (
     lambda operation: True,

@@ -63,7 +63,7 @@ def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Devic
     """Returns the key of a decision: what the function computes, and all else on which its time or results depend.
 
     Args:
-      lowered: The plain function (`jax.stages.Lowered`), whose text has the shapes, shardings and donations.
+      lowered: The plain function (`jax.stages.Lowered`); its text has the shapes, shardings and donations.
       options: The options of its calls.
     """
     selected = [(each.on_miss, sorted(each.backends or ()), each.target, each.loss_per_gain) for each in options]
@@ -91,8 +91,8 @@ def find(key: str) -> Stored | None:
 def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
     """Stores a decision about a lowered version. A store that cannot be written is a warning.
 
-    Nothing is stored about kernels from elsewhere, whose code the key does not contain, or if a kernel failed, which
-    may be for want of memory.
+    Nothing is stored about kernels from elsewhere, because the key does not contain their code. Nothing is stored if a
+    kernel failed: memory may have been short.
     """
     if any(reason.startswith(FAILED) for reason in lowered.refused.values()):
         return

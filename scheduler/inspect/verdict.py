@@ -245,7 +245,7 @@ def compared(
 
 
 def without_prediction(candidates: Sequence[Entry | Trial], library: str) -> frozenset[str]:
-    """Returns the backends whose kernels declare no footprint: their `predicted_s` is the library's."""
+    """Returns the backends with kernels that declare no footprint: their `predicted_s` is the library's."""
     known = {each.predicted_s for each in candidates if each.backend == library}
     return frozenset(each.backend for each in candidates if each.backend != library and each.predicted_s in known)
 

@@ -26,7 +26,7 @@ KILLED_WITHIN_S = 30.0  # a driver may keep a killed process that hangs on its d
 # How long a process may take to start, which includes its imports.
 START_LIMIT_S = 180.0
 POLL_S = 0.005
-# A request to fork; any other request is the id of a process whose exit status is wanted.
+# A request to fork; any other request is the id of a process, and asks for its exit status.
 _FORK, _RUNNING, _REFUSED = b"fork", b"running", b"!"
 
 

@@ -90,7 +90,7 @@ def is_current(task: Task, hardware: Hardware, store: TrialStore, tracer: Tracer
 
 
 def similar_records(operation: Operation[Any], problem: Problem, hardware: Hardware, store: TrialStore) -> list[Record]:
-    """Returns records of similar problems, whose winners a search tries first.
+    """Returns records of similar problems; a search tries their winners first.
 
     These are records in `store` of this chip, and shipped records of the most similar sibling that has any, of the
     problem itself and of similar ones.

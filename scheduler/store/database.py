@@ -142,7 +142,7 @@ class Database:
             )
 
     def insert(self, table: sa.TableClause) -> Any:
-        """Returns an INSERT that supports a conflict clause, whose syntax depends on the database."""
+        """Returns an INSERT that supports a conflict clause; its syntax depends on the database."""
         return _INSERT[self._dialect](table)
 
     def upsert(self, table: sa.TableClause, key: Sequence[str]) -> Any:

@@ -22,7 +22,7 @@ from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE, interprets, issue_wgmm
 from search_spaces.space import round_up
 
 # ------------------------------------------------------------------------------
-# Asynchronous wgmma products whose accumulators are values, to be waited for later (hopper/synchronization.py).
+# Asynchronous wgmma products with values as accumulators, to be waited for later (hopper/synchronization.py).
 #
 # `plgpu.wgmma` keeps accumulators in references, which a loop cannot carry from one step to the next while they are in
 # flight. Here accumulators are values.

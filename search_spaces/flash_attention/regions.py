@@ -68,7 +68,7 @@ class Attention:
       out: the result; None if the equations need its gradients only.
       d_out: the cotangent of the result; None if there are no gradients.
       dq, dk, dv: the gradients that are computed.
-      shown: the equations whose source lines are reported.
+      shown: the equations to report, by their source lines.
     """
 
     problem: FlashAttentionProblem

@@ -107,7 +107,7 @@ def _axes_above(product: Node, labels: Labels) -> tuple[Axes, ...]:
 
 
 def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
-    """Returns an operand of a product whose result has these axes; its contracted axis is that of features."""
+    """Returns an operand of a product with these result axes; its contracted axis is that of features."""
     contract, batch = product.params["dimension_numbers"]
     value = product.inputs[side]
     free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]

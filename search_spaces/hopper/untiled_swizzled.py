@@ -122,7 +122,7 @@ def store(tile: Any, value: jax.Array, swizzle: int, *, transposed: bool) -> Non
 def copy_to_gmem(c: Any, row: Any, column: Any, end: Any, tile: Any, swizzle: int) -> None:
     """Copies `tile` by ordinary stores to the rows of ``c[row:end, column:]`` in device memory.
 
-    It serves arrays whose rows TMA cannot address, and tiles that end at any row. Consecutive threads write consecutive
+    It serves rows that TMA cannot address, and tiles that end at any row. Consecutive threads write consecutive
     elements. 16-bit elements are written in pairs at multiples of 4 bytes; an odd row starts and ends with a single
     element. Call `plgpu.commit_smem` before it, and before the tile is used again.
     """

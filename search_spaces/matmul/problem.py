@@ -101,7 +101,7 @@ class MatmulProblem(Problem):
       transpose_a: `a` is stored ``[batch, k, m]``.
       transpose_b: `b` is stored ``[batch, n, k]``.
       precision: how far float32 operands may be rounded: "default" allows TF32 where the hardware has it, "high" three
-        bfloat16 passes, "highest" no rounding. Always "default" for narrower operands, whose products are exact in
+        bfloat16 passes, "highest" no rounding. Always "default" for narrower operands: their products are exact in
         float32.
       bias: dtype of the bias, stored ``[batch, n]``; "" means none.
       activation: a name in `epilogue.ACTIVATIONS`; "" means none.

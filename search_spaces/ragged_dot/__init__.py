@@ -173,7 +173,7 @@ def _boundaries(sizes: jax.Array, offset: Any, groups: int, rows: int) -> jax.Ar
 def _formula(
     lhs: Any, rhs: Any, sizes: Any, offset: Any, transpose_rhs: bool, precision: Any, preferred_element_type: Any
 ) -> jax.Array:
-    """Computes a call that no problem describes by `jax.lax.ragged_dot_general`, whose errors it raises."""
+    """Computes a call that no problem describes by `jax.lax.ragged_dot_general`, and raises its errors."""
     if reason := _wrong_sizes(sizes, offset):
         raise TypeError(reason)
     dimensions = kernels.numbers((1, 2 if transpose_rhs else 1), (0,))

@@ -3,7 +3,7 @@
 **Rows times the matrix of their group.** The tiles of a group start at its first row. TMA loads the untiled layout from
 any row (smem_layout.py), so no tile is shared by two groups, and there are at most ``cdiv(rows, tile) + groups - 1``
 rows of tiles. The last tile of a group also multiplies rows of the next group; threads store its own rows only. The
-matrices are one array with a batch axis, whose index is the group.
+matrices are one array with a batch axis, indexed by the group.
 
 **The gradient of the matrices.** Each group has the same tiles, and k runs over its rows. In its last step the
 consumers set the rows of the next group to zero in shared memory, in both operands: zero times infinity would be NaN.
@@ -52,7 +52,7 @@ from search_spaces.target import Target
 
 @dataclasses.dataclass(frozen=True)
 class GroupedRows(MatmulProblem):
-    """The matmul whose `b` has one matrix for each group of rows."""
+    """The matmul with one matrix in `b` for each group of rows."""
 
     starts_at_any_row: ClassVar[bool] = True
 

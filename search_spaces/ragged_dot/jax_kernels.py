@@ -40,7 +40,7 @@ class JaxSchedule:
     Attributes:
       block_m, block_n: extents of a tile of the result.
       block_k: extent of k that one step loads and multiplies.
-      max_concurrent_steps: steps whose operands have room on chip.
+      max_concurrent_steps: steps that have room on chip for their operands.
       grid_block_n: tiles along n that follow each other before the next rows.
     """
 

@@ -28,7 +28,7 @@ from search_spaces.space import Columns, Space, cdiv
 from search_spaces.target import Target, not_interpreted
 
 # ------------------------------------------------------------------------------
-# XLA's grouped products, `jax.lax.ragged_dot_general`, whose groups start at row 0.
+# XLA's grouped products, `jax.lax.ragged_dot_general`: their groups start at row 0.
 #
 # The first group therefore takes the rows before it, too, and a mask removes their results. Rolling the rows instead
 # would copy an operand and the result. XLA may multiply all rows by all matrices, with zeros in place of the rows of

@@ -1,4 +1,4 @@
-"""The backward pass of a row program: again a row program, whose gradients of shared operands are sums over rows.
+"""The backward pass of a row program: again a row program. Its gradients of shared operands are sums over rows.
 
 The function of one row is differentiated by `jax.vjp` and traced. The backward program then computes again what it
 needs of the forward pass, from what is saved. Its operands, its results and numbers per row can be saved. The choice
@@ -42,7 +42,7 @@ class Derivative:
         its results are gradients.
       moving: indices of the results that have cotangents.
       moved: for each operand that has a gradient, its index, and that of the gradient among the results of `backward`:
-        operands whose sum alone counts share one.
+        operands share one if only their sum counts.
     """
 
     forward: Program

@@ -244,7 +244,7 @@ RESULT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedProblem(FormulaProblem):
-    """The problem of a formula whose result has 8 bits.
+    """The problem of a formula with an 8-bit result.
 
     Attributes:
       result_dtype: its dtype.

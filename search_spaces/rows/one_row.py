@@ -21,7 +21,7 @@ from search_spaces.rows.problem import ProgramProblem
 from search_spaces.rows.reader import trace
 from search_spaces.rows.written import Written, remember
 
-Lead = tuple[int, ...]  # the leading axes, whose elements are rows
+Lead = tuple[int, ...]  # the leading axes; their elements are rows
 # The kind of each array in the program (`program.Operand`), by its ``id``; "row sum" is a sum over all rows.
 Roles = dict[int, str]
 

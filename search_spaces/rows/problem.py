@@ -24,7 +24,7 @@ from search_spaces.rows.program import Operand, Program, evaluate, parse
 from search_spaces.rows.written import Exported, Written, exported, remember, written
 from search_spaces.sharding import Sharding
 
-# Special operands of row functions: rows times 2^100, whose sums fit float32 and whose squares do not.
+# Special operands of row functions: rows times 2^100. Their sums fit float32, and their squares do not.
 HUGE, HUGE_EXPONENT = "huge", 100
 
 # XLA keeps rows on chip if the program has one row operand, one result, and at most so many columns. On an H200, RMS
@@ -342,7 +342,7 @@ class ProgramAlongProblem(ProgramProblem):
     Elements per row are ``[samples, inner]``, and vectors that all rows share ``[columns]``.
 
     Attributes:
-      inner: rows of a sample, whose elements at the same column are adjacent in memory; divides `rows`.
+      inner: rows of a sample; their elements at the same column are adjacent in memory. It divides `rows`.
     """
 
     axis = -2

@@ -151,7 +151,7 @@ def _same_name(t: Trace, node: Node, *arrays: Array) -> Array:
 def _elementwise(t: Trace, name: str, *arrays: Array) -> Array:
     if not any(x.summed for x in arrays):
         return t.map(functools.partial(t.emit, name), *arrays)
-    # A sum of sums over segments is the sum of the sums of each segment, whose order nobody defines.
+    # A sum of sums over segments is the sum of the sums of each segment, in an undefined order.
     if name not in ("add", "sub", "neg") or not all(x.summed for x in arrays):
         raise NoProgram("computes with a sum over segments")
     atoms = [x.blocks.reshape(-1)[0] for x in arrays]

@@ -103,7 +103,7 @@ def _iota(t: Trace, node: Node) -> Array:
 
 
 def counted(t: Trace, node: Node, shape: tuple[int, ...], dtype: Any = np.int32) -> Array:
-    """Returns an array whose elements are numbered in order, from 0."""
+    """Returns an array of consecutive numbers, from 0."""
     if t.segments is None and shape[-1] % t.columns == 0:
         parts = [t.column(part, dtype) for part in range(math.prod(shape) // t.columns)]
         return Array(objects(parts, (*shape[:-1], shape[-1] // t.columns)), vector=True)

@@ -62,7 +62,7 @@ def per_element(*names: str) -> Callable[[Callable[..., Atom]], Rule]:
 
 
 class Trace:
-    """A jaxpr whose equations are being translated.
+    """A jaxpr during the translation of its equations.
 
     Attributes:
       make: the equations.

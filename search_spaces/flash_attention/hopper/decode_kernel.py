@@ -109,7 +109,7 @@ def _scalar(register: Any) -> Any:
     return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
 
 
-# Maximum fragments of a result whose stores are unrolled.
+# The stores of a result are unrolled up to this number of fragments.
 MOST_UNROLLED = 8
 LOG2_E = 1.4426950408889634
 

@@ -34,7 +34,7 @@ class FlashAttentionSchedule:
       order: order of tiles. "plain": all tiles of a head, starting at its first query. "longest_first": within each
         section of heads, in descending order of visible keys. "snake": the same order, assigned to persistent CTAs
         alternately forwards and backwards, so that each CTA gets about the same work.
-      section: number of heads, over all sequences, whose tiles are ordered together. The last section may be smaller.
+      section: number of heads, over all sequences, that share one order of tiles. The last section may be smaller.
       epi_tile_n: columns of the result that a consumer stages in shared memory at a time.
     """
 

@@ -207,7 +207,7 @@ class FlashAttentionBackwardSchedule:
       ds_stages: stages of dS in SMEM; with one stage, consumers synchronize twice per step.
       overlap: whether q k^T of a step is issued before dS^T q of the previous step, so that exponentials overlap
         products.
-      section: heads of k and v whose CTAs are launched together. In a section, the CTAs with the most steps come first.
+      section: heads of k and v that launch their CTAs together. In a section, the CTAs with the most steps come first.
       rotate: whether each block of keys starts at a different block of queries, and wraps around. Otherwise all CTAs of
         a head load the same blocks and add to the same rows of dq at the same time.
       dq: how dq is summed over CTAs. "reduce_add": TMA adds float32 partial sums in the order of arrival. "separate": a

@@ -32,7 +32,7 @@ MOST_HEADS_OF_SECTION = 32
 def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionBackwardSchedule]:
     heads, group = p.batch * p.kv_heads, p.group
     sections = [n for n in (1, 2, 4, 8, 16, MOST_HEADS_OF_SECTION) if heads % n == 0]
-    # Sections whose blocks are not all resident at once, and the next larger one.
+    # Sections with blocks that are all resident at once, and the next larger one.
     blocks = cdiv(p.kv_len, BLOCK_KV)
     sections = [n for n in sections if n == 1 or n // 2 * blocks < cores]
     largest = sections[-1]
@@ -84,7 +84,7 @@ OTHER_REGISTERS = 39
 # FP32 operations per pair of a query and a key: scaling, dP - delta, its product with P, and two casts.
 PAIR_OPERATIONS = 5
 # The same per element of dq, which a step stores to SMEM and adds to the sums in memory: fitted to 21 problems on an
-# H200, whose times then deviate by 3 % from the model's. A step with `overlap` takes no less time than one without.
+# H200. Their times then deviate by 3 % from the model's. A step with `overlap` takes no less time than one without.
 DQ_OPERATIONS = 20
 
 

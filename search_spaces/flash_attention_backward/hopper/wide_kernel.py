@@ -83,7 +83,7 @@ class WidePlan(Plan):
 
     @property
     def own_queries(self) -> int:
-        """Queries per step whose S and dP a consumer computes."""
+        """Queries per step for which a consumer computes S and dP."""
         return BLOCK_Q // CONSUMERS
 
     @property

@@ -20,7 +20,7 @@ from search_spaces.space import Columns, cdiv, round_up
 # with 208 (ptxas). With an activation, or a bias and a residual, it spills one or two registers with 192 and none with
 # 160.
 OTHER_REGISTERS = 40
-# FP32 operations of a lane per 4 bytes that it stores, for a result whose rows TMA cannot address: 1024 x 50257 x 768
+# FP32 operations of a lane per 4 bytes that it stores, if TMA cannot address the rows of the result: 1024 x 50257 x 768
 # took 40 us longer than with TMA stores, and 65 us longer with subtiles half a warp wide (H200).
 STORE_OPERATIONS = 50
 

@@ -161,7 +161,7 @@ class Plan:
       a_tile, b_tile: a stage of each operand.
       out_tile: an epilogue subtile.
       reduction: of cluster split-K; None for other schedules.
-      factors: the matmuls with `a` whose results are multiplied; the first one is `problem`.
+      factors: the matmuls with `a`; their results are multiplied. The first one is `problem`.
     """
 
     problem: MatmulProblem
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def larger(self) -> SmemTile:
-        """The operand whose stages a reduction reuses after the main loop."""
+        """The operand with the stages that a reduction reuses after the main loop."""
         return self.a_tile if self.s.tile_m > self.s.tile_n else self.b_tile
 
     @property

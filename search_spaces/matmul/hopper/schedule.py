@@ -39,7 +39,7 @@ class HopperSchedule:
         large m can use tile sizes that give whole waves, or that fit one ordered consumer.
       split_k: parts of k that different CTAs accumulate and leave in device memory; a reduction kernel adds them,
         always in the same order.
-      delay_release: number of steps (0 or 1) whose wgmmas may still run when the next step's start: their stages are
+      delay_release: number of steps (0 or 1) with wgmmas still in flight when the next step's start: their stages are
         released one step later.
       tail_split_k: parts of k of the tiles of the last wave, which different CTAs accumulate to shorten the wave
         (tile_scheduler.py). They leave their accumulators in device memory for the CTA that has the last part.
@@ -230,7 +230,7 @@ class Tiling:
             swizzled_bytes(self.epi_n, ACCUMULATOR_BYTES),  # an internal array, of any width
             swizzled_bytes(self.epi_n, out_itemsize, c_limits, least),
         )
-        # The accumulators of a split are an internal array, whose rows TMA can address.
+        # The accumulators of a split are an internal array: TMA can address its rows.
         unaligned = any(n * out_itemsize % TMA_GMEM_ALIGNMENT for n in p.columns)
         self.stored_by_threads = self.untiled and unaligned and np.equal(s.split_k, 1)
         self.c_extents: list[tuple[Any, Any]] = []

@@ -25,7 +25,7 @@ from search_spaces.matmul.tiles import rules
 from search_spaces.space import Space, cdiv, round_up
 
 # ------------------------------------------------------------------------------
-# Selects tiles by wave quantization: tiles that are not powers of two, and tiles whose last wave is split.
+# Selects tiles by wave quantization: tiles that are not powers of two, and tiles with a split last wave.
 
 # Results of a tile: two consumers' registers hold at most this many accumulators (192 for each thread; ptxas).
 MOST_RESULTS = 256 * 192
@@ -101,7 +101,7 @@ def split_tails(
     busiest: Callable[[Any, Any, int], Any],
     busiest_split: Callable[[Any, Any, Any], Any],
 ) -> list[tuple[int, int, int, bool]]:
-    """Returns tile_m, tile_n, tail_split_k and swap_ab of the tiles whose last wave is worth splitting.
+    """Returns tile_m, tile_n, tail_split_k and swap_ab of the tiles with a last wave that is worth splitting.
 
     The candidates are the tiles that are powers of two, and those that quantize best with a split last wave. A
     candidate is kept if no whole tile leaves the busiest CTA at most as much to compute and to load.

@@ -175,7 +175,7 @@ def tile_scheduler(plan: Plan, cluster: Any, clusters: int, rank: Any) -> TileSc
 
 
 # ------------------------------------------------------------------------------
-# The reduction of a last wave whose tiles are split along k: CTAs exchange partial sums through device memory.
+# The reduction of a last wave of tiles that are split along k: CTAs exchange partial sums through device memory.
 #
 # Partial sums are the accumulators of a part of k. A consumer thread writes its own for the thread that has the same
 # elements of the tile in another CTA, in the order of its registers: whole lines, which stay in the L2 cache. A

@@ -42,7 +42,7 @@ def footprint(p: RowProblem, s: Columns, target: Target) -> Footprint:
 
 
 def _merged(values: list[Any], masks: list[npt.NDArray[np.bool_]]) -> Any:
-    """Selects, for each schedule, the value whose mask contains it, field by field; a common scalar stays a scalar."""
+    """Merges values by the masks of their schedules, field by field; a common scalar stays a scalar."""
     first = values[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         fields = [field.name for field in dataclasses.fields(first)]

@@ -1,7 +1,7 @@
 """Rows in registers: a block loads some rows, or a span of their columns, computes all stages, and stores the results.
 
 Three kinds of blocks: one for each group of rows; persistent blocks that take group after group, and add up the sums
-over rows that are results; and persistent blocks whose groups arrive in SMEM by TMA, in a ring of stages.
+over rows that are results; and persistent blocks with groups that arrive in SMEM by TMA, in a ring of stages.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def run_in_registers(
 class _Block:
     """What the code of one block knows: warps share a row, or those of a warpgroup have a row each.
 
-    In a ring, warps that share a row have a line each of a fragment, whose "rows" are then parts of one row.
+    In a ring, warps that share a row have a line each of a fragment: its "rows" are then parts of one row.
 
     Attributes:
       rows: rows of the arrays.

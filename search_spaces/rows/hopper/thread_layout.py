@@ -115,7 +115,7 @@ class ThreadLayout:
         return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
 
     def element(self) -> jax.Array:
-        """Returns the index of each element of a fragment whose rows are one run, a line of each warp."""
+        """Returns the index of each element of a fragment with rows that are one run, a line of each warp."""
         return self.iota(0) * self.columns + self.iota(1)
 
     def _window(self, row: Any, column: Any) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ class AllWarps:
 
 
 def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: Any, lanes: Any) -> Any:
-    """Returns the layout of an array cut into nested tiles, whose last axis is one thread's vector.
+    """Returns the layout of an array cut into nested tiles. Their last axis is one thread's vector.
 
     `warps` and `lanes` are the axes of the nested tiles, counted from the end, over which these are distributed.
     """
