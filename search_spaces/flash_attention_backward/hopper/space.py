@@ -32,7 +32,7 @@ MOST_HEADS_OF_SECTION = 32
 def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionBackwardSchedule]:
     heads, group = p.batch * p.kv_heads, p.group
     sections = [n for n in (1, 2, 4, 8, 16, MOST_HEADS_OF_SECTION) if heads % n == 0]
-    # Sections with blocks that are all resident at once, and the next larger one.
+    # Sections with fewer blocks than cores, and the next larger one.
     blocks = cdiv(p.kv_len, BLOCK_KV)
     sections = [n for n in sections if n == 1 or n // 2 * blocks < cores]
     largest = sections[-1]
