@@ -126,6 +126,24 @@ def test_equations_of_constants_are_computed_as_xla_does(dtype):
     np.testing.assert_allclose(actual, jax.jit(folded)(x), rtol=2 * unit)
 
 
+@pytest.mark.parametrize("index", [-1, 0, 2, 3])
+def test_a_constant_index_selects_among_three_cases_as_xla_does(index):
+    def selected(x, y, scale):
+        return jax.lax.select_n(np.int32(index), x, y, x + y), rms_norm(x, scale)
+
+    found(selected, normal(B, D), normal(B, D, seed=1), normal(D, seed=2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])
+def test_constants_on_which_numpy_and_xla_differ_are_left_to_xla(dtype):
+    def of_constants(x, scale):
+        greatest = jax.lax.max(jnp.asarray(-0.0, x.dtype), np.asarray(0, x.dtype))
+        saturated = jax.lax.add(np.float32(100), np.float32(1)).astype(dtype)
+        return greatest, saturated.astype(jnp.float32), rms_norm(x, scale)
+
+    found(of_constants, normal(B, D), normal(D, seed=2))
+
+
 def test_the_backward_pass_of_a_norm_reads_what_the_forward_pass_reads_and_elements_per_row():
     def loss(x, w, scale):
         return jnp.tanh(rms_norm(x, scale) @ w).sum()
