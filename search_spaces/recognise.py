@@ -219,15 +219,14 @@ def _constant(equation: Any, inputs: Sequence[Value]) -> Value | None:
     """
     if not inputs or not _is_number(inputs[0]):
         return None
-    name, first, made = equation.primitive.name, inputs[0], equation.outvars[0].aval
-    if name == "select_n":
-        cases = inputs[1:]
-        return cases[min(max(int(first.literal), 0), len(cases) - 1)]  # as XLA does
+    if (name := equation.primitive.name) == "select_n":
+        return inputs[1 + min(max(int(inputs[0].literal), 0), len(inputs) - 2)]  # as XLA does
     if name == "convert_element_type":
-        if not _is_common(made.dtype) or (made.dtype.kind in "iu" and first.dtype.kind not in "biu"):
-            return None
         compute: Any = np.asarray
     elif (compute := _OF_SCALARS.get(name)) is None or not all(map(_is_number, inputs)):
+        return None
+    made = equation.outvars[0].aval
+    if not _is_common(made.dtype) or (made.dtype.kind in "iu") > (inputs[0].dtype.kind in "biu"):
         return None
     with np.errstate(all="ignore"):
         found = compute(*(np.asarray(x.literal, x.dtype) for x in inputs))
@@ -239,8 +238,7 @@ def _is_number(value: Value) -> bool:
     return known and not value.shape and _is_common(value.dtype)
 
 
-def _is_common(dtype: Any) -> bool:
-    """Returns whether NumPy and XLA compute alike in a dtype. They convert to int4 otherwise, for example."""
+def _is_common(dtype: Any) -> bool:  # NumPy and XLA convert to int4 differently, for example
     return isinstance(dtype, np.dtype) and (dtype.kind in "biuf" or dtype == jnp.bfloat16)
 
 
