@@ -193,14 +193,12 @@ def _items(jaxpr: Any, known: dict[Any, Value], keeps: Callable[[Any], bool]) ->
     return items
 
 
-# Functions of NumPy that compute equations of scalars.
+# Functions of NumPy that compute equations of scalars as XLA does. Of 0 and -0, NumPy's maximum is the second.
 _OF_SCALARS: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "neg": np.negative,
-    "max": np.maximum,
-    "min": np.minimum,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -221,12 +219,14 @@ def _constant(equation: Any, inputs: Sequence[Value]) -> Value | None:
     """
     if not inputs or not _is_number(inputs[0]):
         return None
-    name, first, made = equation.primitive.name, inputs[0], equation.outvars[0].aval
-    if name == "select_n":
-        return inputs[1 + int(first.literal)]
-    if name == "convert_element_type" and (made.dtype.kind in "iu") <= (first.dtype.kind in "biu"):
+    if (name := equation.primitive.name) == "select_n":
+        return inputs[1 + min(max(int(inputs[0].literal), 0), len(inputs) - 2)]  # as XLA does
+    if name == "convert_element_type":
         compute: Any = np.asarray
     elif (compute := _OF_SCALARS.get(name)) is None or not all(map(_is_number, inputs)):
+        return None
+    made = equation.outvars[0].aval
+    if not _is_common(made.dtype) or (made.dtype.kind in "iu") > (inputs[0].dtype.kind in "biu"):
         return None
     with np.errstate(all="ignore"):
         found = compute(*(np.asarray(x.literal, x.dtype) for x in inputs))
@@ -235,7 +235,11 @@ def _constant(equation: Any, inputs: Sequence[Value]) -> Value | None:
 
 def _is_number(value: Value) -> bool:
     known = value.literal is not None and not isinstance(value.literal, jax.Array)
-    return known and not value.shape and isinstance(value.dtype, np.dtype)
+    return known and not value.shape and _is_common(value.dtype)
+
+
+def _is_common(dtype: Any) -> bool:  # NumPy and XLA convert to int4 differently, for example
+    return isinstance(dtype, np.dtype) and (dtype.kind in "biuf" or dtype == jnp.bfloat16)
 
 
 def _value(atom: Any, node: Node | None = None) -> Value:

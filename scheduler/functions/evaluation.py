@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -103,7 +104,7 @@ class Evaluation:
         if id(x) in self._copies or id(x) not in self._again:
             return self._copies.get(id(x), self._read(x))
         if (again := self._changes.recomputed.get(id(x))) is None:  # without a barrier, XLA would merge equal equations
-            found = jax.lax.optimization_barrier(self._read(x))
+            found = lax.optimization_barrier(self._read(x))
         else:
             given = {id(each): self._read(each) for each in again.small} | {
                 id(again.root): self._read_again(again.root)
@@ -217,7 +218,7 @@ class Evaluation:
             return results[:carried], (results[carried:], handed_on)
 
         how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
-        carry, (ys, handed_on) = jax.lax.scan(body, inputs[constants : constants + carried], (xs, saved), **how)
+        carry, (ys, handed_on) = lax.scan(body, inputs[constants : constants + carried], (xs, saved), **how)
         if scan.first:
             self._saved |= {id(each): x for each, x in zip(scan.handed, handed_on, strict=True)}
         return [*carry, *ys]
@@ -227,12 +228,23 @@ def retraced(run: Callable[..., list[Any]], closed: Any) -> Any:
     """Returns the closed jaxpr of `run`, with arguments and results as in `closed` and without dead equations."""
     before = fingerprint.opened_jaxpr(closed)
     avals = [_struct(atom.aval) for atom in before.invars]
-    after = jax.make_jaxpr(run)(*avals)
+
+    def typed(*args: Any) -> list[Any]:
+        return [_typed(x, _struct(atom.aval)) for x, atom in zip(run(*args), before.outvars, strict=True)]
+
+    after = jax.make_jaxpr(typed)(*avals)
     opened = fingerprint.opened_jaxpr(after)
     live, _ = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
-    kinds = [[(_struct(x.aval).shape, _struct(x.aval).dtype) for x in jaxpr.outvars] for jaxpr in (before, live)]
+    kinds = [[_struct(x.aval) for x in jaxpr.outvars] for jaxpr in (before, live)]
     assert kinds[0] == kinds[1], kinds
     return core.ClosedJaxpr(live, after.consts)
+
+
+def _typed(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """Returns an array with the weak type of `like`: the number that an equation of constants computes has none."""
+    if _struct(jax.typeof(x)).weak_type == like.weak_type:
+        return x
+    return lax.convert_element_type_p.bind(x, new_dtype=like.dtype, weak_type=like.weak_type, sharding=None)
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from scheduler.core import hardware
@@ -172,7 +173,9 @@ class RewrittenFunction:
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)
-        return jax.tree.unflatten(jax.tree.structure(results), core.jaxpr_as_fun(rewritten.jaxpr)(*arrays))
+        # Of a constant result, JAX returns the literal.
+        found = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in core.jaxpr_as_fun(rewritten.jaxpr)(*arrays)]
+        return jax.tree.unflatten(jax.tree.structure(results), found)
 
     def report(self) -> str:
         """Returns one line for each attention that was found: its source line, and what replaces it or why not."""

@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend import core
 
 import scheduler
@@ -343,6 +344,20 @@ def test_rewrite_keeps_the_rule_of_a_function_around_attention():
     operands, tuned = _qkv(shape=(1, 16, 2, 8)), scheduler.rewrite(whole, backends="interpret")
     _is_close([whole(*operands)], [tuned(*operands)])
     _is_close(*(jax.grad(lambda *args, fn=fn: fn(*args).sum(), (0, 1, 2))(*operands) for fn in (whole, tuned)))
+    assert "flash_attention batch" in tuned.report()
+
+
+def test_results_that_are_constants_stay_arrays_of_their_types():
+    def attended(q, k, v):
+        total, index = lax.add(1.0, 2.0), lax.select_n(True, 3, 4)
+        return _with()(q, k, v), total, index, lax.select_n(np.bool_(False), total, 5.0 * q[0, 0, 0, 0]), 1, 2.0
+
+    operands = _qkv(shape=(1, 16, 2, 8))
+    tuned = scheduler.rewrite(attended, backends="interpret")
+    for expected, found in zip(jax.jit(attended)(*operands), tuned(*operands), strict=True):
+        assert isinstance(found, jax.Array)
+        assert (found.dtype, found.weak_type) == (expected.dtype, expected.weak_type)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert "flash_attention batch" in tuned.report()
 
 

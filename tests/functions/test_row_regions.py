@@ -126,6 +126,22 @@ def test_equations_of_constants_are_computed_as_xla_does(dtype):
     np.testing.assert_allclose(actual, jax.jit(folded)(x), rtol=2 * unit)
 
 
+@pytest.mark.parametrize("index", [-1, 0, 2, 3])
+def test_a_constant_index_selects_among_three_cases_as_xla_does(index):
+    def selected(x, y, scale):
+        return jax.lax.select_n(np.int32(index), x, y, x + y), layer_norm(x, scale, scale)
+
+    assert found(selected, normal(B, S, D), normal(B, S, D, seed=1), normal(D, seed=2))
+
+
+def test_an_equation_of_a_constant_without_a_result_stays():
+    def printed(x, scale):
+        jax.debug.callback(lambda number: None, np.float32(3))
+        return layer_norm(x, scale, scale)
+
+    assert len(rewritten(printed, normal(B, S, D), normal(D, seed=2)).replaced) == 1
+
+
 def test_the_backward_pass_of_a_norm_reads_what_the_forward_pass_reads_and_elements_per_row():
     def loss(x, w, scale):
         return jnp.tanh(rms_norm(x, scale) @ w).sum()
