@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 from jax._src import api_util, checkify, config, debugging, pjit, source_info_util, tree_util
 from jax._src.interpreters import mlir, pxla
 from jax._src.pallas.pallas_call import pallas_call_p
@@ -267,6 +269,9 @@ def source_of(equation: Any) -> AbstractContextManager[Any]:
 
 def evaluate_equation(equation: Any, *args: Any) -> list[Any]:
     """Returns the results of an equation of a jaxpr; a trace of them keeps the equation's source line and scope."""
+    if equation.primitive.name == "convert_element_type" and isinstance(args[0], np.ndarray):
+        # JAX casts numbers that it knows by NumPy, which wraps where XLA saturates.
+        args = (lax.optimization_barrier(args[0]),)
     with source_of(equation), equation.ctx.manager:
         results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]

@@ -210,14 +210,15 @@ def verdict(found: Any, results: Sequence[Any], least: float, library_factor: fl
       found: from `errors`.
       results: with shapes and dtypes.
       least: the error that is allowed in any case, from `least_rounding`.
-      library_factor: the error may be so many times that of the libraries.
+      library_factor: the error may be so many times that of the libraries in the root mean square, and twice that in
+        one element.
     """
     for i, (row, x) in enumerate(zip(np.asarray(found, np.float64), results, strict=True)):
         off, plain, of_library = np.split(row, 3)
         unit = max(_unit(x.dtype) / 4, least) if _unit(x.dtype) else 0.0
         allowed = np.maximum(FACTOR * plain, [unit, PEAK * unit, 0.0])
         if of_library[0] <= MOST_OF_LIBRARY:
-            allowed = np.maximum(allowed, library_factor * of_library * [1.0, 1.0, 0.0])
+            allowed = np.maximum(allowed, of_library * [library_factor, 2 * library_factor, 0.0])
         if not _within(off, allowed):
             return _difference_text(f"result {i} {_type_text(x)}", x.dtype, off, allowed)
     return None

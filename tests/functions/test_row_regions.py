@@ -142,6 +142,21 @@ def test_an_equation_of_a_constant_without_a_result_stays():
     assert len(rewritten(printed, normal(B, S, D), normal(D, seed=2)).replaced) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.int4])
+def test_a_constant_that_an_integer_cannot_hold_is_cast_as_xla_casts_it(dtype):
+    def step(x, more):
+        return jax.nn.softmax(x), jax.lax.convert_element_type(jax.lax.add(np.float32(1e10), more), dtype)
+
+    def folded(x):
+        return jax.jit(step)(x, np.float32(1))
+
+    x = normal(B, S, D)
+    result = rewritten(folded, x)
+    assert result.replaced
+    _, actual = core.jaxpr_as_fun(result.jaxpr)(x)
+    assert int(actual) == int(jax.jit(step)(x, np.float32(1))[1])
+
+
 def test_the_backward_pass_of_a_norm_reads_what_the_forward_pass_reads_and_elements_per_row():
     def loss(x, w, scale):
         return jnp.tanh(rms_norm(x, scale) @ w).sum()
