@@ -30,7 +30,7 @@ from scheduler.measure import runner
 from scheduler.model.calibration import Observed, fit
 from scheduler.model.cost import CostModel
 from search_spaces import Operation, Problem, load
-from search_spaces.problem import row_alignment
+from search_spaces.row_alignment import row_alignment
 
 # Points whose programs compile at once, before they are timed.
 BATCH = 24

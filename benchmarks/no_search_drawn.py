@@ -45,7 +45,8 @@ from scheduler.search import jobs
 from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces import Operation, Problem, load
-from search_spaces.problem import ROW_BYTES, nbytes
+from search_spaces.problem import nbytes
+from search_spaces.row_alignment import ROW_BYTES
 
 # Schedules of the model that are timed.
 FIRST = 3

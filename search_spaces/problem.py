@@ -20,6 +20,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces import checking
+from search_spaces.row_alignment import ROW_BYTES, row_alignment
 from search_spaces.space import meant, unknown
 
 # ------------------------------------------------------------------------------
@@ -79,8 +80,7 @@ T = TypeVar("T")
 TakeRows = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 # One array where an operation has one result, a tuple of them where it has several.
 Arrays = jax.Array | tuple[jax.Array, ...]
-# Operands with more elements are drawn in slabs: random bits and float32 values take six times a narrow operand's
-# memory.
+# Operands of more elements are drawn in slabs: random bits and float32 take six times a narrow operand's memory.
 SLAB = 2**24
 
 
@@ -206,8 +206,7 @@ class Problem(abc.ABC):
     @property
     def bytes_moved(self) -> float:
         """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
-        arrays = (*self.operands(), *self.results())
-        return float(sum(map(nbytes, arrays)))
+        return float(sum(map(nbytes, (*self.operands(), *self.results()))))
 
     def library_flops(self, platform: str) -> float:
         """Returns the floating-point operations of XLA's implementation on a platform."""
@@ -450,9 +449,8 @@ def _scaled(x: jax.Array, *, factor: float) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _in_slabs(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Computes `_drawn` with temporary memory for one slab at a time."""
-    if math.prod(shape) <= SLAB:
+    if (count := math.prod(shape)) <= SLAB:
         return _drawn(key, shape, dtype)
-    count = math.prod(shape)
     keys = jax.random.split(key, -(-count // SLAB))
     slabs = lax.map(lambda key: _drawn(key, (SLAB,), dtype), keys)
     return slabs.ravel()[:count].reshape(shape)
@@ -500,13 +498,3 @@ def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
 def nbytes(array: jax.ShapeDtypeStruct) -> int:
     """Returns the bytes of an array of this shape and dtype."""
     return array.size * array.dtype.itemsize
-
-
-# TMA and vector loads of a GPU need rows that begin at multiples of these bytes (CUDA driver API,
-# cuTensorMapEncodeTiled).
-ROW_BYTES = 16
-
-
-def row_alignment(array: Any) -> int:
-    """Returns the largest power of two, up to `ROW_BYTES`, that divides the bytes of a row of an array or its shape."""
-    return math.gcd(array.shape[-1] * jnp.dtype(array.dtype).itemsize, ROW_BYTES) if len(array.shape) > 1 else ROW_BYTES

@@ -25,7 +25,8 @@ from scheduler.model.library import LibraryWork
 from scheduler.model.pruning import prune
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import ROW_BYTES, Problem
+from search_spaces.problem import Problem
+from search_spaces.row_alignment import ROW_BYTES
 from search_spaces.space import Columns
 
 Array = npt.NDArray[np.float64]

@@ -21,7 +21,8 @@ from scheduler.model.cost import BY_PLATFORM, Constants, CostModel
 from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import ROW_BYTES, Problem
+from search_spaces.problem import Problem
+from search_spaces.row_alignment import ROW_BYTES
 
 # ------------------------------------------------------------------------------
 # Correction of the cost model's times for a kernel, learned from measured problems.

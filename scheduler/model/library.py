@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scheduler.core.hardware import Hardware
-from search_spaces.problem import ROW_BYTES, Problem, nbytes, row_alignment
+from search_spaces.problem import Problem, nbytes
+from search_spaces.row_alignment import ROW_BYTES, row_alignment
 
 if TYPE_CHECKING:
     from scheduler.model.cost import Constants

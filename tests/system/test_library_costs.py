@@ -14,7 +14,7 @@ from scheduler.model.calibration import fit
 from scheduler.model.constants import known
 from scheduler.model.cost import Constants, CostModel
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.problem import row_alignment
+from search_spaces.row_alignment import row_alignment
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import library_costs

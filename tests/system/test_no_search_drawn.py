@@ -11,7 +11,7 @@ from scheduler.core import hardware as chips
 from scheduler.prediction.predict import predict
 from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.problem import ROW_BYTES
+from search_spaces.row_alignment import ROW_BYTES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import no_search_drawn

@@ -19,7 +19,7 @@ from scheduler.prediction.transfer import WORTH_A_TRIAL, nearest
 from scheduler.search.quick import SECONDS, measured
 from scheduler.store.store import shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.problem import ROW_BYTES
+from search_spaces.row_alignment import ROW_BYTES
 
 H100, H200, A100 = find("H100"), find("H200"), find("NVIDIA A100-SXM4-80GB")
 TRUE = Constants(
