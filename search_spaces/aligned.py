@@ -1,9 +1,9 @@
 """Pads a product with rows that are not aligned in memory: 50257 columns of a vocabulary become 50304.
 
-XLA's products are slower if rows do not begin at multiples of `row_alignment.ROW_BYTES` (`scheduler/model/library.py`). Only
-products that stay with XLA come here. Where our kernel is faster than XLA with unaligned rows, it is also faster than a
-padded product: it copies no result (H200: 108 us, and 132 padded, for 512 x 50257 x 768). The rule is fixed, because a
-rewrite needs no chip. It agrees with the model on measured shapes (`tests/functions/test_aligned.py`).
+XLA's products are slower if rows do not begin at multiples of `ROW_BYTES` (`scheduler/model/library.py`). Only products
+that stay with XLA come here. Where our kernel is faster than XLA with unaligned rows, it is also faster than a padded
+product: it copies no result (H200: 108 us, and 132 padded, for 512 x 50257 x 768). The rule is fixed, because a rewrite
+needs no chip. It agrees with the model on measured shapes (`tests/functions/test_aligned.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.row_alignment import ROW_BYTES, row_alignment
 from search_spaces.recognise import Node, Value
+from search_spaces.row_alignment import ROW_BYTES, row_alignment
 
 PLATFORMS = frozenset({"cuda"})
 # Padded extents: the largest of these multiples that adds at most this share.
