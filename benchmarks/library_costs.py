@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import RESULTS, ROOT, Kept, environment, paced, told, write_result
+from harness import RESULTS, ROOT, Kept, paced, told
 from rich.console import Console
 from rich.table import Table
-from unverified import exclusive, prepared, timed
+from unverified import conclude, exclusive, prepared, timed
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
@@ -184,19 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = measured(table, hardware, options.work / "points.jsonl", started + options.seconds)
     show(rows)
     fits(rows, hardware)
-    left = len(table) - len(rows)
-    if left:
-        print(f"{left} of {len(table)} points are left: the same command goes on from here")
-    operations = {point.operation.name: point.operation for point in table}
-    versions = environment(runner.environment(driver=""), *operations.values()) | ({"left": left} if left else {})
-    write_result(
-        "library_costs",
-        hardware,
-        summary=summary(rows, hardware),
-        rows=rows,
-        environment=versions,
-        directory=options.results,
-    )
+    conclude("library_costs", table, hardware, rows, summary(rows, hardware), options.results)
 
 
 def measured(table: Sequence[Point], hardware: Hardware, path: Path, deadline: float) -> list[dict[str, Any]]:

@@ -29,13 +29,12 @@ from typing import Any
 import suite
 import unverified
 from drawn_problems import ANY_SHAPE, SMALL, drawn
-from harness import RESULTS, ROOT, Kept, environment, paced, told, write_result
+from harness import RESULTS, ROOT, Kept, paced, told
 from no_search import gain_taken
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware, siblings
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Schedule
-from scheduler.measure import runner
 from scheduler.measure.build import Built
 from scheduler.measure.pool import start_runner
 from scheduler.model.constants import ProblemPoint, calibrations, model_of, residuals_of
@@ -97,14 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line)
     for name, value in figures.items():
         print(f"{name}: {value}")
-    left = len(tasks) - len(rows)
-    if left:
-        print(f"{left} of {len(tasks)} problems are left: the same command goes on from here")
-    operations = {task.operation.name: task.operation for task in tasks}
-    versions = environment(runner.environment(driver=""), *operations.values()) | ({"left": left} if left else {})
-    write_result(
-        "no_search_drawn", hardware, summary=figures, rows=rows, environment=versions, directory=options.results
-    )
+    unverified.conclude("no_search_drawn", tasks, hardware, rows, figures, options.results)
 
 
 def small_enough(task: jobs.Task) -> bool:

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from harness import environment, write_result
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import CPU, Hardware
 from scheduler.core.records import Failure, Measurement, Schedule
 from scheduler.functions.interleaved import interleaves_on
-from scheduler.measure import absent_gpu, buffers, build, timer
+from scheduler.measure import absent_gpu, buffers, build, runner, timer
 from scheduler.measure.build import Builder, Built
+from scheduler.measure.gpu import Gpu
 from scheduler.measure.worker_process import WITHOUT_GPU
 from search_spaces import Kernel, Operation, Problem
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -148,6 +150,23 @@ def exclusive(hardware: Hardware) -> Iterator[None]:
     with contextlib.nullcontext() if hardware.platform == CPU.platform else interleaves_on(jax.devices()[:1]):
         timer.attach(hardware.abilities.clock)
         yield
+
+
+def conclude(
+    name: str,
+    cases: Sequence[Case],
+    hardware: Hardware,
+    rows: Sequence[Mapping[str, Any]],
+    figures: Mapping[str, Any],
+    directory: Path,
+) -> None:
+    """Says how many cases have no row yet, and writes the result of the others."""
+    if left := len(cases) - len(rows):
+        print(f"{left} of {len(cases)} problems are left: the same command goes on from here")
+    operations = {case.operation.name: case.operation for case in cases}
+    driver = "" if hardware.platform == CPU.platform else Gpu.query(0).driver
+    versions = environment(runner.environment(driver), *operations.values()) | ({"left": left} if left else {})
+    write_result(name, hardware, summary=figures, rows=rows, environment=versions, directory=directory)
 
 
 class Compilers:

@@ -74,9 +74,9 @@ class Copy:
     def bytes(self) -> int:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in self._structs)
 
-    def reserve(self) -> None:
-        """Allocates the device's memory of the copy."""
-        self.operands = jax.block_until_ready([jnp.zeros(x.shape, x.dtype) for x in self._structs])
+    def reserve(self, device: jax.Device) -> None:
+        """Allocates memory of the device for the copy."""
+        self.operands = jax.block_until_ready([jnp.zeros(x.shape, x.dtype, device=device) for x in self._structs])
 
     def to_host(self, *operands: Any) -> None:
         if self._is_due():
@@ -189,18 +189,17 @@ class InPlace:
         """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
         return reason.startswith(FAILED) or (key, "") not in self._comparisons
 
-    def reserve(self, needed: Callable[[], int | None]) -> None:
+    def reserve(self, device: jax.Device, needed: Callable[[], int | None]) -> None:
         """Allocates memory of a GPU for the operands, as far as it suffices besides the bytes that a program needs."""
-        device = jax.local_devices()[0]
         if device.platform != "gpu" or self._devices > 1:
             return
-        stats = device.memory_stats()
-        left = stats["bytes_limit"] - stats["bytes_in_use"] - (needed() or 0)
+        stats = device.memory_stats() or {}  # not every allocator has a limit
+        left = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0) - (needed() or 0)
         for copy in sorted(itertools.chain(*self._copies.values()), key=lambda copy: copy.bytes):
             left -= copy.bytes
             if left < 0:
                 return
-            copy.reserve()
+            copy.reserve(device)
 
     def refusals(self) -> Mapping[str, str]:
         """Compares on the operands handed out, and frees them. Returns the key of each kernel that disagrees -> how.

@@ -212,7 +212,7 @@ class Trial:
                 else:
                     if in_place:
                         observed_program = observed_version.result()
-                        in_place.reserve(functools.partial(decided.peak_bytes, observed_program))
+                        in_place.reserve(self._devices()[0], functools.partial(decided.peak_bytes, observed_program))
                         jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_program))
                     wrong = in_place.refusals()
                     self._warn_of(wrong, observed)

@@ -11,7 +11,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from scheduler.core import cuda_driver
 from scheduler.functions import in_place
-from scheduler.functions.in_place import Copy
+from scheduler.functions.in_place import Copy, InPlace
 
 
 class Buffer:
@@ -42,7 +42,7 @@ def handed_out(copy, *operands):
 def test_operands_of_any_dtype_are_copied():
     operands = [jnp.arange(12.0).reshape(3, 4), jnp.arange(8, dtype=jnp.bfloat16), jnp.arange(4) > 1, jnp.int32(7)]
     copy = Copy(operands)
-    copy.reserve()
+    copy.reserve(jax.devices()[0])
     jax.block_until_ready(jax.jit(handed_out, static_argnums=0)(copy, *operands))
     assert copy.filled
     for own, expected in zip(copy.operands, operands, strict=True):
@@ -52,7 +52,7 @@ def test_operands_of_any_dtype_are_copied():
 
 def test_the_last_run_whose_number_is_a_power_of_two_is_kept():
     copy = Copy([jnp.zeros(4)])
-    copy.reserve()
+    copy.reserve(jax.devices()[0])
 
     @jax.jit
     def looped(x):
@@ -66,3 +66,13 @@ def test_nothing_is_copied_without_memory():
     copy = Copy([jnp.zeros(4)])
     jax.block_until_ready(jax.jit(handed_out, static_argnums=0)(copy, jnp.zeros(4)))
     assert not copy.filled
+
+
+@pytest.mark.parametrize(("stats", "reserved"), [(None, 2), ({"bytes_limit": 100, "bytes_in_use": 20}, 1)])
+def test_copies_get_memory_up_to_the_limit_of_the_allocator_if_it_has_one(monkeypatch, stats, reserved):
+    made = []
+    monkeypatch.setattr(Copy, "reserve", lambda copy, device: made.append(copy))
+    compared = InPlace(1)
+    copies = [compared._copy(("key", str(size)), [jnp.zeros(size)]) for size in (20, 10)]
+    compared.reserve(types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats), lambda: 20)
+    assert made == copies[::-1][:reserved]
