@@ -44,6 +44,8 @@ from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces import Operation, Problem, load
 
+# Distance of points of the picture that have one label.
+CLOSE = 0.006
 # Problems whose sizes are at most so many doublings apart in all are of one group, and left out together.
 GROUP = 1.0
 RATIOS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -385,11 +387,15 @@ def draw(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
     for name, label in (("gain_taken", "all problems"), ("gain_taken_mean_of_operations", "mean of operations")):
         shares = [point[name] for point in curve]
         axes.plot(worst, shares, marker="o", label=label)
+        labels: list[tuple[float, float, list[float]]] = []  # close points have one
         for point, x, y in zip(curve, worst, shares, strict=True):
-            weight = "bold" if point["loss_per_gain"] == LOSS_PER_GAIN else "normal"
-            axes.annotate(
-                f"{point['loss_per_gain']:g}", (x, y), (4, 5), textcoords="offset points", fontsize=7, weight=weight
-            )
+            if not labels or abs(x - labels[-1][0]) > CLOSE or abs(y - labels[-1][1]) > CLOSE:
+                labels.append((x, y, []))
+            labels[-1][2].append(point["loss_per_gain"])
+        for x, y, ratios in labels:
+            text = " to ".join(f"{ratio:g}" for ratio in dict.fromkeys((ratios[0], ratios[-1])))
+            weight = "bold" if LOSS_PER_GAIN in ratios else "normal"
+            axes.annotate(text, (x, y), (4, 5), textcoords="offset points", fontsize=7, weight=weight)
     axes.set(
         xlabel="the library's time over the answer's: mean of the worst 2 %", ylabel="share of the attainable gain"
     )
