@@ -45,7 +45,7 @@ from scheduler.store.store import Store
 from search_spaces import Operation, Problem, load
 
 # Distance of points of the picture that have one label.
-CLOSE = 0.006
+CLOSE = 0.005
 # Problems whose sizes are at most so many doublings apart in all are of one group, and left out together.
 GROUP = 1.0
 RATIOS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
