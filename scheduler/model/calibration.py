@@ -35,15 +35,17 @@ Array = npt.NDArray[np.float64]
 _WORTH = 1.25
 # Candidates for the fixed time of a library kernel, in seconds: 1.1 us for a fused row kernel, 4 us for cuBLAS.
 _LIBRARY_S = (5e-7, 1e-6, 1.5e-6, 2e-6, 3e-6, 4e-6, 5e-6)
-# Candidates for the constants of unaligned rows, of which the best combination is fitted.
+# Candidates for the constants of unaligned rows of products, of which the best combination is fitted; and of a fused
+# kernel.
 _UNALIGNED: Mapping[str, Array] = MappingProxyType(
     {
-        "library_no_tma": np.linspace(0, 1.5, 7),
         "library_unaligned": np.linspace(0, 2.4, 13),
         "library_halving": np.linspace(0, 0.6, 7),
+        "library_unaligned_memory": np.linspace(0, 1, 6),
         "library_store": np.linspace(0, 4, 9),
     }
 )
+_FUSED_UNALIGNED: Mapping[str, Array] = MappingProxyType({"library_fused_unaligned": np.linspace(0, 2, 11)})
 # Significant digits of the times in a calibration.
 _DIGITS = 5
 
@@ -149,7 +151,9 @@ def fit(
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= MIN_RESIDUALS:
-        constants["library_s"] = min(_LIBRARY_S, key=lambda s: _spread(_with(model, library_s=s), seen))
+        fixed = "library_fused_s" if seen[0].problem.arithmetic == "float32" else "library_s"
+        aligned = [one for one in seen if one.problem.row_alignment >= ROW_BYTES] or seen
+        constants[fixed] = min(_LIBRARY_S, key=lambda s: _spread(_with(model, **{fixed: s}), aligned))
         model = _with(model, **constants)
         constants |= _unaligned(model, seen)
         model = _with(model, **constants)
@@ -193,13 +197,15 @@ def _with(model: CostModel, **constants: float) -> CostModel:
 def _unaligned(model: CostModel, seen: Sequence[Observed]) -> dict[str, float]:
     """Returns the constants of unaligned rows with the least mean absolute log error, relative to aligned rows."""
     others = [one for one in seen if one.problem.row_alignment < ROW_BYTES]
-    if len(others) < MIN_RESIDUALS:
+    first = seen[0].problem
+    candidates = _FUSED_UNALIGNED if first.arithmetic == "float32" else _UNALIGNED
+    if len(others) < MIN_RESIDUALS or (candidates is _UNALIGNED and first.dimension_numbers is None):
         return {}
     level = float(np.median(_library_errors(model, [one for one in seen if one not in others] or others)))
     work = [vars(LibraryWork.of(one.problem, model.hardware, model.in_force)) for one in others]
     stacked = LibraryWork(**{name: np.array([each[name] for each in work]) for name in work[0]})
-    grid = np.meshgrid(*_UNALIGNED.values(), indexing="ij")
-    values = {name: each.reshape(-1, 1) for name, each in zip(_UNALIGNED, grid, strict=True)}
+    grid = np.meshgrid(*candidates.values(), indexing="ij")
+    values = {name: each.reshape(-1, 1) for name, each in zip(candidates, grid, strict=True)}
     predicted_s = stacked.seconds(SimpleNamespace(**(dataclasses.asdict(model.in_force) | values)))
     errors = np.log([one.seconds[0] for one in others] / predicted_s) - level
     best = np.abs(errors).mean(axis=1).argmin()

@@ -22,7 +22,7 @@ from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.row_alignment import ROW_BYTES
+from search_spaces.row_alignment import ROW_BYTES, row_alignment
 
 # ------------------------------------------------------------------------------
 # Correction of the cost model's times for a kernel, learned from measured problems.
@@ -35,13 +35,14 @@ Array = npt.NDArray[np.float64]
 
 # Minimum number of problems for a fit; with fewer, the defaults apply.
 MIN_RESIDUALS = 8
-# Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
-_OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
+# Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignments`.
+_OTHER_FIELD, _ALIGNMENT = 0.25, 0.25
 # Standard deviations of errors in log time that problems share: all problems, those of one arithmetic (XLA's TF32
 # reaches a larger share of its peak than its bfloat16), and those with unaligned rows.
 _LEVEL, _ARITHMETIC_LEVEL, _UNALIGNED_LEVEL = 0.03, 0.04, 0.2
 # The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
+_ALIGNED = math.log2(ROW_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Covariance:
         head sizes, but hardly between lengths.
     """
 
-    deviation: float = 0.05
+    deviation: float = 0.12
     small_deviation: float = 0.5
     unaligned: float = 1.0
     noise: float = 0.02
@@ -93,7 +94,7 @@ _GRID = tuple(
     itertools.starmap(
         Covariance,
         itertools.product(
-            (0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (1.0, 2.0, 5.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0)
+            (0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (1.0, 2.0, 5.0), (0.02, 0.04, 0.08), (0.0, 0.5, 1.0), (4.0, 8.0)
         ),
     )
 )
@@ -124,9 +125,19 @@ class ProblemPoint:
         return {n: x for n, x in self.problem.coordinates().items() if not _is_size(x)}
 
     @functools.cached_property
-    def alignment(self) -> float:
-        """The log2 of `Problem.row_alignment`."""
-        return math.log2(self.problem.row_alignment)
+    def alignments(self) -> tuple[float, ...]:
+        """The log2 of the least row alignment of the arrays; of a product also of each operand, if rows are contracted.
+
+        XLA's programs differ by operand, and are slower for contracted rows (`LibraryWork`).
+        """
+        p = self.problem
+        if (numbers := p.dimension_numbers) is None:
+            return (math.log2(p.row_alignment),)
+        of_operands = list[float]()
+        for operand, contracted in zip(p.operands(), numbers[0], strict=False):
+            alignment, is_last = math.log2(row_alignment(operand)), len(operand.shape) - 1 in contracted
+            of_operands += [alignment, _ALIGNED] if is_last else [_ALIGNED, alignment]
+        return (*of_operands, math.log2(min(map(row_alignment, p.results()))))
 
     @functools.cached_property
     def arithmetic(self) -> str:
@@ -202,10 +213,11 @@ def _distances(places: Sequence[ProblemPoint], relevance: Mapping[str, float]) -
             for p in places
         ]
     )
-    alignments = np.array([place.alignment for place in places])
+    alignments = np.array([place.alignments for place in places])
     doublings = np.nan_to_num(sizes[:, None] - sizes[None]) ** 2
     fields = (others[:, None] != others[None]).sum(axis=-1) * _OTHER_FIELD**2
-    return doublings.sum(axis=-1), fields + ((alignments[:, None] - alignments[None]) * _ALIGNMENT) ** 2
+    apart = ((alignments[:, None] - alignments[None]) * _ALIGNMENT) ** 2
+    return doublings.sum(axis=-1), fields + apart.sum(axis=-1)
 
 
 def _small(places: Sequence[ProblemPoint]) -> Array:
@@ -214,7 +226,7 @@ def _small(places: Sequence[ProblemPoint]) -> Array:
 
 
 def _unaligned(places: Sequence[ProblemPoint]) -> npt.NDArray[np.bool_]:
-    return np.array([place.alignment < math.log2(ROW_BYTES) for place in places])
+    return np.array([place.problem.row_alignment < ROW_BYTES for place in places])
 
 
 def _signal(distances: tuple[Array, Array], small: Array, unaligned: npt.NDArray[np.bool_], c: Covariance) -> Array:

@@ -69,10 +69,13 @@ class Constants:
       library_scale, library_e_mma, library_e_hbm, library_p: scale, fraction of the peak arithmetic rate, fraction of
         the memory bandwidth, and order of the norm for the library's kernels.
       library_grain: result elements per core at which the library reaches half of its arithmetic rate.
-      library_s: fixed time of a library kernel, including its launch, in seconds.
-      library_no_tma: increase of the library's arithmetic time if rows of an operand are not aligned, relative to
-        aligned rows (`problem.row_alignment`): its kernels then use neither TMA nor WGMMA.
-      library_unaligned, library_halving: the same, for each such operand, and for each halving below 8 bytes.
+      library_s, library_fused_s: fixed time of a library kernel on tensor cores, and of a fused kernel, each including
+        its launch, in seconds.
+      library_unaligned, library_halving: increase of the library's arithmetic time for each operand whose rows are not
+        aligned (`problem.row_alignment`), relative to aligned rows, and for each halving below 8 bytes: its kernels
+        then use neither TMA nor WGMMA.
+      library_unaligned_memory: share of that increase by which the memory time increases.
+      library_fused_unaligned: increase of the memory time of a fused kernel with unaligned rows.
       library_store: increase of the memory time of results with unaligned rows, relative to aligned rows.
     """
 
@@ -99,11 +102,13 @@ class Constants:
     library_e_mma: float = 0.845
     library_e_hbm: float = 0.88
     library_p: float = 5.0
-    library_grain: float = 500.0
+    library_grain: float = 700.0
     library_s: float = 4e-6
-    library_no_tma: float = 0.5
-    library_unaligned: float = 1.3
-    library_halving: float = 0.2
+    library_fused_s: float = 1.3e-6
+    library_unaligned: float = 1.5
+    library_halving: float = 0.4
+    library_unaligned_memory: float = 0.4
+    library_fused_unaligned: float = 0.35
     library_store: float = 1.5
 
     def __post_init__(self) -> None:
@@ -124,13 +129,15 @@ ORDERS = ("p", "library_p")
 FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
 
 # In the interpreter on a CPU, nothing overlaps, and each grid step costs about a millisecond.
-_ANY_ROWS = {"library_no_tma": 0.0, "library_unaligned": 0.0, "library_halving": 0.0, "library_store": 0.0}
-_CPU = Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3, **_ANY_ROWS)
+_ANY_ROWS = {"library_unaligned": 0.0, "library_fused_unaligned": 0.0, "library_halving": 0.0, "library_store": 0.0}
+_CPU = Constants(
+    p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3, library_fused_s=1e-3, **_ANY_ROWS
+)
 # No TPU has been measured. The constants of steps, loops and XLA's arithmetic are from libtpu's static schedules
 # (docs/search-and-model.md).
 _TPU = Constants(
     e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0,
-    **_ANY_ROWS,
+    library_fused_s=4e-6, **_ANY_ROWS,
 )  # fmt: skip
 
 # Platform -> constants; other platforms have the defaults.

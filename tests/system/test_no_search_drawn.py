@@ -43,12 +43,14 @@ def test_more_draws_of_a_seed_begin_with_fewer_and_another_seed_has_others():
     assert len({str(task) for task in other} & {str(task) for task in first}) < 10
 
 
-def test_evidence_has_no_problem_with_unaligned_rows():
+def test_evidence_has_no_search_of_a_problem_with_unaligned_rows():
     fitted, records = no_search_drawn.evidence("matmul", H200)
     assert len(records) > 50
-    problem = no_search_drawn.load("matmul").problem
-    texts = [r.key.problem for r in records] + [o.problem for one in fitted.values() for o in one.observations]
-    assert all(problem.from_canonical(text).row_alignment == ROW_BYTES for text in texts)
+    everything = [r.key.problem for r in no_search_drawn._records() if r.key.operation == "matmul"]
+    hidden = {text for text in everything if not no_search_drawn.aligned(MATMUL, text)}
+    assert len(hidden) >= 3
+    assert hidden.isdisjoint(r.key.problem for r in records)
+    assert hidden.isdisjoint(o.problem for one in fitted.values() for o in one.observations)
 
 
 # Microseconds of XLA on an H200, bfloat16, and whether the model's schedule is faster.
@@ -59,7 +61,7 @@ MEASURED = {
     (8192, 50257, 768): (2369, True),
     (512, 50257, 768): (178, True),
     (2048, 3000, 1001): (59, True),
-    (16, 4097, 4096): (13.7, False),
+    (16, 4097, 4096): (19, False),
 }
 
 

@@ -42,10 +42,10 @@ def test_an_error_is_expected_next_to_where_it_was_made_and_hardly_far_away():
     assert near_deviation < 0.05 < 0.2 < far_deviation
 
 
-def test_without_measurements_nothing_is_corrected_and_two_times_are_told_apart_from_a_tenth_on():
+def test_without_measurements_nothing_is_corrected_and_two_times_are_told_apart_from_a_fifth_on():
     error, deviation = Residuals().at(ProblemPoint(SEEN[0].problem, 1e-3))
     assert error == 0
-    assert math.hypot(deviation, deviation) == pytest.approx(0.1, rel=0.2)
+    assert math.hypot(deviation, deviation) == pytest.approx(0.2, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,9 @@ def test_what_was_measured_tells_less_of_another_epilogue_and_of_rows_that_start
 
 def test_rows_that_are_no_multiple_of_16_bytes_are_less_certain_if_their_errors_were_larger():
     places = [ProblemPoint(MatmulProblem(2**i, n, 4096), 1e-3) for i in range(6, 12) for n in (2048, 4096, 1500, 3500)]
-    found = fitted(places, [(0.8 if place.alignment < 4 else 0.05) * math.sin(i) for i, place in enumerate(places)])
+    found = fitted(
+        places, [(0.8 if place.problem.row_alignment < 16 else 0.05) * math.sin(i) for i, place in enumerate(places)]
+    )
     assert found.unaligned > 1
     far = MatmulProblem(65536, 64, 131072), MatmulProblem(65536, 60, 131072)
     aligned, unaligned = (Residuals(covariance=found).at(ProblemPoint(one, 1e-3))[1] for one in far)
