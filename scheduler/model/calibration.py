@@ -151,7 +151,8 @@ def fit(
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= MIN_RESIDUALS:
-        fixed = "library_fused_s" if seen[0].problem.arithmetic == "float32" else "library_s"
+        fused = LibraryWork.of(seen[0].problem, hardware, model.in_force).fused
+        fixed = "library_fused_s" if fused else "library_s"
         aligned = [one for one in seen if one.problem.row_alignment >= ROW_BYTES] or seen
         constants[fixed] = min(_LIBRARY_S, key=lambda s: _spread(_with(model, **{fixed: s}), aligned))
         model = _with(model, **constants)

@@ -24,7 +24,8 @@ class LibraryWork:
       arithmetic_s: arithmetic, if the rows of all operands are aligned (`problem.row_alignment`), in seconds.
       memory_s: compulsory traffic, in seconds.
       following_s: traffic and launches of further kernels, in seconds.
-      fused, fused_unaligned: no tensor cores, so a fused kernel; the same, with unaligned rows.
+      fused: one kernel without tensor cores.
+      slow_rows: no tensor cores, and unaligned rows.
       stores_s: stores of results with unaligned rows, in seconds.
       unaligned: number of operands whose unaligned rows need other programs (`_slow_rows`).
       halvings: halvings of their alignments below 8 bytes, in all.
@@ -34,7 +35,7 @@ class LibraryWork:
     memory_s: Any
     following_s: Any
     fused: Any
-    fused_unaligned: Any
+    slow_rows: Any
     stores_s: Any
     unaligned: Any
     halvings: Any
@@ -52,16 +53,17 @@ class LibraryWork:
         rate, hbm_rate = c.library_e_mma * h.peak(_arithmetic(problem)), c.library_e_hbm * h.hbm_bytes_per_s
         further_bytes = problem.library_bytes_moved - problem.bytes_moved + problem.library_bytes_read_again
         following_s = further_bytes / hbm_rate
-        operands, stored = list[int](), 0
-        if not (fused := problem.arithmetic == "float32"):
+        operands, stored, on_tensor_cores = list[int](), 0, problem.arithmetic != "float32"
+        if on_tensor_cores:
             operands = _slow_rows(problem)
             stored = sum(nbytes(x) for x in problem.results() if row_alignment(x) < ROW_BYTES)
+        rows = problem.operands()[0].shape[:1]  # a sum over them is a kernel of its own
         return cls(
             arithmetic_s=problem.library_flops(h.platform) / (busy * rate),
             memory_s=problem.bytes_moved / hbm_rate,
             following_s=following_s + c.launch_share * h.launch_s if following_s else 0.0,
-            fused=fused,
-            fused_unaligned=fused and problem.row_alignment < ROW_BYTES,
+            fused=not on_tensor_cores and all(x.shape[:1] == rows for x in problem.results()),
+            slow_rows=not on_tensor_cores and problem.row_alignment < ROW_BYTES,
             stores_s=stored / hbm_rate,
             unaligned=len(operands),
             halvings=sum(math.log2(ROW_BYTES / 2 / each) for each in operands),
@@ -79,7 +81,7 @@ class LibraryWork:
         """
         slowdown = c.library_unaligned * self.unaligned + c.library_halving * self.halvings
         arithmetic_s, p = self.arithmetic_s * (1.0 + slowdown), c.library_p
-        slower_memory = c.library_unaligned_memory * slowdown + c.library_fused_unaligned * self.fused_unaligned
+        slower_memory = c.library_unaligned_memory * slowdown + c.library_fused_unaligned * self.slow_rows
         memory_s = self.memory_s * (1.0 + slower_memory)
         largest = np.maximum(arithmetic_s, memory_s)
         overlapped_s = largest * ((arithmetic_s / largest) ** p + (memory_s / largest) ** p) ** (1 / p)
