@@ -62,7 +62,7 @@ class Covariance:
         head sizes, but hardly between lengths.
     """
 
-    deviation: float = 0.12
+    deviation: float = 0.05
     small_deviation: float = 0.5
     unaligned: float = 1.0
     noise: float = 0.02
