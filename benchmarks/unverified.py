@@ -28,11 +28,11 @@ from harness import environment, write_result
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import CPU, Hardware
 from scheduler.core.records import Failure, Measurement, Schedule
-from scheduler.functions.interleaved import interleaves_on
 from scheduler.measure import absent_gpu, buffers, build, runner, timer
 from scheduler.measure.build import Builder, Built
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.worker_process import WITHOUT_GPU
+from scheduler.rewriting.interleaved import interleaves_on
 from search_spaces import Kernel, Operation, Problem
 from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.target import Target

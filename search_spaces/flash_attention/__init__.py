@@ -22,7 +22,7 @@ from search_spaces.attention.problem import (
     zero_keys,
     zero_queries,
 )
-from search_spaces.flash_attention import kernels, regions
+from search_spaces.flash_attention import kernels, pattern
 from search_spaces.flash_attention.kernels import CudnnFlashAttention, InterpretedFlashAttention, XlaFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
@@ -291,7 +291,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_bwd=vjp_bwd,
     front_end=bind,
     equations={jax_compat.CUDNN_ATTENTION: kernels.problem_of_equation},
-    regions=regions.find,
+    regions=pattern.find,
     shard=shard,
 )
 

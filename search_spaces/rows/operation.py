@@ -23,6 +23,7 @@ from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.calls import Origin, bind_program
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.named import Formula, FormulaProblem, problem_type
+from search_spaces.rows.pattern import find
 from search_spaces.rows.problem import (
     ProgramAlongProblem,
     ProgramAlongTangentProblem,
@@ -34,7 +35,6 @@ from search_spaces.rows.problem import (
     shard,
 )
 from search_spaces.rows.program import evaluate
-from search_spaces.rows.regions import find
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target, not_interpreted
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import call_arguments, optimize
+from scheduler.rewriting import call_arguments, optimize
 
 ON_CPU = {"backends": "interpret", "keep": "tuned"}
 X = jnp.arange(64.0).reshape(8, 8) / 64

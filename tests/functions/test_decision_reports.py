@@ -14,10 +14,10 @@ import pytest
 import scheduler
 from scheduler.core import status_line
 from scheduler.core.status_line import StatusLine
-from scheduler.functions import trial
-from scheduler.functions.decided import Decided
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import trial
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -7,9 +7,9 @@ import pytest
 
 import scheduler
 from scheduler.dispatch.stored import Times
-from scheduler.functions import comparison, interleaved, keeping, lowering
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import comparison, interleaved, keeping, lowering
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 

@@ -14,9 +14,9 @@ from test_plans import PROBLEM, A, B, plan_of
 
 import scheduler
 from scheduler import Plan, SchedulerError
-from scheduler.functions import comparison, decided, interleaved, keeping
-from scheduler.functions.decided import PLANNED, SEVERAL_PROCESSES
-from scheduler.functions.interleaved import Seconds
+from scheduler.rewriting import comparison, decided, interleaved, keeping
+from scheduler.rewriting.decided import PLANNED, SEVERAL_PROCESSES
+from scheduler.rewriting.interleaved import Seconds
 from search_spaces.matmul import MatmulProblem
 
 

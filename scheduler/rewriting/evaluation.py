@@ -11,10 +11,10 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from scheduler.functions.comparison import TunedCall
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.remat import Recomputed
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.recognise import Graph, Inlined, Node, Region, Value
-from search_spaces.remat import Recomputed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scheduler.functions import equations
+from scheduler.rewriting import equations
 from search_spaces import lowering_compat
 from search_spaces.jax_compat import is_explicit
 

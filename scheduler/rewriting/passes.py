@@ -12,19 +12,16 @@ from jax.sharding import Sharding
 
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
-from scheduler.functions import equations
-from scheduler.functions.comparison import TunedCall
-from scheduler.functions.evaluation import Changes, Evaluation, Replacement, Scan, retraced
+from scheduler.rewriting import aligned, equations, remat, scatters
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.evaluation import Changes, Evaluation, Replacement, Scan, retraced
 from search_spaces import (
     OPERATIONS,
-    aligned,
     derivative_rules,
     fingerprint,
     load,
     lowering_compat,
     recognise,
-    remat,
-    scatters,
 )
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

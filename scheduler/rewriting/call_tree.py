@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from scheduler.functions import module_libraries
-from scheduler.functions.objects import Instance, Made, Static, is_boundary, opened_object
+from scheduler.rewriting import module_libraries
+from scheduler.rewriting.objects import Instance, Made, Static, is_boundary, opened_object
 from search_spaces import lowering_compat
 
 # ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scheduler.functions import module_libraries
+from scheduler.rewriting import module_libraries
 from search_spaces import lowering_compat
 from search_spaces.exact import exact
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from scheduler.core.text import seconds_text
-from scheduler.functions import interleaved
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import interleaved
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 
 # Reasons to keep a version without timing.
 XLA_IS_USED = "XLA's version is used"

@@ -25,12 +25,12 @@ from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
 from scheduler.core.text import mesh_text
 from scheduler.dispatch import calls
-from scheduler.functions import equations, posed_calls, problem_report
-from scheduler.functions.automatic_axes import on_automatic_axes
-from scheduler.functions.equations import Body, ProblemCount, ProblemCounter, Traced
-from scheduler.functions.optimize import Optimized
-from scheduler.functions.posed_calls import PosedCall
-from scheduler.functions.pure import pure_call
+from scheduler.rewriting import equations, posed_calls, problem_report
+from scheduler.rewriting.automatic_axes import on_automatic_axes
+from scheduler.rewriting.equations import Body, ProblemCount, ProblemCounter, Traced
+from scheduler.rewriting.optimize import Optimized
+from scheduler.rewriting.posed_calls import PosedCall
+from scheduler.rewriting.pure import pure_call
 from search_spaces import fingerprint
 from search_spaces.configuration import comparisons
 

@@ -14,12 +14,12 @@ from scheduler.core.records import Fields, choice_text, fields_of
 from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.dispatch.stored import Times
-from scheduler.functions import equations
-from scheduler.functions.in_place import InPlace, observe_p
-from scheduler.functions.posed_calls import by_tuned_call
-from scheduler.functions.rewrite import Refuses, replacement_key, with_tuned_calls
-from scheduler.functions.rewriting import Found
-from scheduler.functions.selection import Partitioned, Selection
+from scheduler.rewriting import equations
+from scheduler.rewriting.in_place import InPlace, observe_p
+from scheduler.rewriting.passes import Found
+from scheduler.rewriting.posed_calls import by_tuned_call
+from scheduler.rewriting.rewrite import Refuses, replacement_key, with_tuned_calls
+from scheduler.rewriting.selection import Partitioned, Selection
 from search_spaces import lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from scheduler.core.errors import SchedulerError
-from scheduler.functions import module_libraries
-from scheduler.functions.call_tree import NONE, NUMBERS, Call, Names, jit_options, opened
-from scheduler.functions.objects import (
+from scheduler.rewriting import module_libraries
+from scheduler.rewriting.call_tree import NONE, NUMBERS, Call, Names, jit_options, opened
+from scheduler.rewriting.objects import (
     ARRAYS,
     Instance,
     attributes,

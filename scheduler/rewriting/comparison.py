@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from scheduler.functions import drawn_operands
-from scheduler.functions.drawn_operands import Drawing
-from scheduler.functions.in_float32 import (
+from scheduler.measure.verification import rounded_differently
+from scheduler.rewriting import drawn_operands
+from scheduler.rewriting.drawn_operands import Drawing
+from scheduler.rewriting.in_float32 import (
     evaluated_coarsely,
     evaluated_wide,
     is_narrow,
@@ -23,8 +24,7 @@ from scheduler.functions.in_float32 import (
     wide_params,
     widened,
 )
-from scheduler.functions.noise import FINEST
-from scheduler.measure.verification import rounded_differently
+from scheduler.rewriting.noise import FINEST
 from search_spaces import partitioning_compat, recognise
 from search_spaces.checking import VALUE_KINDS, without_autotuning
 from search_spaces.configuration import measurements

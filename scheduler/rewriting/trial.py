@@ -18,14 +18,14 @@ from scheduler.core.hardware import CPU
 from scheduler.core.plan import Plan
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import OnMiss, Options
-from scheduler.functions import comparison, decided, interleaved, lowering, noise, selection, stored_decisions
-from scheduler.functions.call_arguments import Arguments
-from scheduler.functions.collectives import exchanged_bytes
-from scheduler.functions.decided import Decided
-from scheduler.functions.in_place import InPlace
-from scheduler.functions.keeping import Keeping, Run, Version
-from scheduler.functions.lowering import Lowered
-from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
+from scheduler.rewriting import comparison, decided, interleaved, lowering, noise, selection, stored_decisions
+from scheduler.rewriting.call_arguments import Arguments
+from scheduler.rewriting.collectives import exchanged_bytes
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.in_place import InPlace
+from scheduler.rewriting.keeping import Keeping, Run, Version
+from scheduler.rewriting.lowering import Lowered
+from scheduler.rewriting.rewrite import OTHER_CHANGES, Refuses
 from search_spaces import lowering_compat
 from search_spaces.checking import without_autotuning
 from search_spaces.configuration import comparisons

@@ -25,15 +25,15 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.planned import InForce
-from scheduler.functions import interleaved, module_libraries, pure
-from scheduler.functions.call_arguments import Arguments
-from scheduler.functions.call_tree import has_state, parameters_of
-from scheduler.functions.decided import Decided
-from scheduler.functions.equations import replacing_operations
-from scheduler.functions.objects import is_library_jitted
-from scheduler.functions.plan import plan_of
-from scheduler.functions.pure import Outputs
-from scheduler.functions.trial import Trial
+from scheduler.rewriting import interleaved, module_libraries, pure
+from scheduler.rewriting.call_arguments import Arguments
+from scheduler.rewriting.call_tree import has_state, parameters_of
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.equations import replacing_operations
+from scheduler.rewriting.objects import is_library_jitted
+from scheduler.rewriting.plan import plan_of
+from scheduler.rewriting.pure import Outputs
+from scheduler.rewriting.trial import Trial
 from search_spaces import lowering_compat
 from search_spaces.space import unknown
 

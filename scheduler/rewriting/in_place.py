@@ -19,8 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from scheduler.core import cuda_driver
-from scheduler.functions import comparison
-from scheduler.functions.comparison import Comparison, RegionComparison, TunedCall
+from scheduler.rewriting import comparison
+from scheduler.rewriting.comparison import Comparison, RegionComparison, TunedCall
 from search_spaces import jax_compat, lowering_compat, partitioning_compat, recognise
 from search_spaces.problem import Problem
 from search_spaces.recognise import Node, Region, Stage, Value

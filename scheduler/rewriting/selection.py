@@ -14,8 +14,8 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call
 from scheduler.dispatch.query_recorder import QueryRecorder, Shardings
-from scheduler.functions import posed_calls
-from scheduler.functions.automatic_axes import on_automatic_axes
+from scheduler.rewriting import posed_calls
+from scheduler.rewriting.automatic_axes import on_automatic_axes
 from search_spaces import lowering_compat, partitioning_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

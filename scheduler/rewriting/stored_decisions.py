@@ -21,10 +21,10 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code
 from scheduler.dispatch.stored import Times
-from scheduler.functions.decided import Decided
-from scheduler.functions.in_place import FAILED
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Lowered, Replaced
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.in_place import FAILED
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Lowered, Replaced
 from search_spaces import load, lowering_compat
 from search_spaces.space import as_choice
 

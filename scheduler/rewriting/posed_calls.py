@@ -14,9 +14,9 @@ from scheduler.core.frames import Call
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.primitive import tuned_call, tuned_call_p
 from scheduler.dispatch.query_recorder import QueryRecorder, RecordingOptions
-from scheduler.functions import equations
-from scheduler.functions.equations import Body
-from scheduler.functions.rewriting import Rewriter
+from scheduler.rewriting import equations
+from scheduler.rewriting.equations import Body
+from scheduler.rewriting.passes import Rewriter
 from search_spaces.operation import MatchedEquation, Operation, Params
 from search_spaces.problem import Problem
 

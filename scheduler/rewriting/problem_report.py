@@ -16,8 +16,8 @@ from scheduler.core.text import seconds_text
 from search_spaces import OPERATIONS, locate
 
 if TYPE_CHECKING:
-    from scheduler.functions.equations import ProblemCount
-    from scheduler.functions.problems import Problems
+    from scheduler.rewriting.equations import ProblemCount
+    from scheduler.rewriting.problems import Problems
 
 
 # ------------------------------------------------------------------------------

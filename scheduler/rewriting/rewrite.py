@@ -18,11 +18,11 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import Decision, OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
-from scheduler.functions import comparison
-from scheduler.functions.comparison import TunedCall
-from scheduler.functions.in_place import InPlace
-from scheduler.functions.rewriting import Found, Rewriter, Rewritten
-from scheduler.functions.selection import Selection
+from scheduler.rewriting import comparison
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.in_place import InPlace
+from scheduler.rewriting.passes import Found, Rewriter, Rewritten
+from scheduler.rewriting.selection import Selection
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import jax
 
-from scheduler.functions import comparison, decided, interleaved
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Lowered, Replaced
-from scheduler.functions.rewrite import OTHER_CHANGES, Refuses
+from scheduler.rewriting import comparison, decided, interleaved
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Lowered, Replaced
+from scheduler.rewriting.rewrite import OTHER_CHANGES, Refuses
 from scheduler.search.runoff import Margin
 
 Run = Callable[[], Any]  # a compiled function with its arrays
