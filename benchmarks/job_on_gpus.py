@@ -22,7 +22,7 @@ from harness import ROOT
 from scheduler.core.hardware import CPU
 from scheduler.measure.gpu import Gpu
 from scheduler.rewriting.equations import ProblemCount
-from scheduler.rewriting.problem_report import job_text
+from scheduler.rewriting.problems import job_text
 from scheduler.search.jobs import Task
 from scheduler.store.database import CACHE_VARIABLE
 

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from scheduler.rewriting.comparison import TunedCall
-from scheduler.rewriting.remat import Recomputed
+from scheduler.rewriting.formulas import Recomputed
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.recognise import Graph, Inlined, Node, Region, Value
 

@@ -27,10 +27,9 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.planned import InForce
 from scheduler.rewriting import interleaved, module_libraries, pure
 from scheduler.rewriting.call_arguments import Arguments
-from scheduler.rewriting.call_tree import has_state, parameters_of
+from scheduler.rewriting.call_tree import has_state, is_library_jitted, parameters_of
 from scheduler.rewriting.decided import Decided
 from scheduler.rewriting.equations import replacing_operations
-from scheduler.rewriting.objects import is_library_jitted
 from scheduler.rewriting.plan import plan_of
 from scheduler.rewriting.pure import Outputs
 from scheduler.rewriting.trial import Trial

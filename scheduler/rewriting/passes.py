@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
-from scheduler.rewriting import aligned, equations, remat, scatters
+from scheduler.rewriting import equations, formulas
 from scheduler.rewriting.comparison import TunedCall
 from scheduler.rewriting.evaluation import Changes, Evaluation, Replacement, Scan, retraced
 from search_spaces import (
@@ -181,27 +181,19 @@ class Rewriter:
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
-        if self._pass.platform is None:
+        if (platform := self._pass.platform) is None:
             return Changes(tuple(regions), bodies, pairs)
-        formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
-        of_backward = remat.backward(graph.items, equations.is_backward)
-        again = {id(each.value): each for each in remat.recomputed(graph, of_backward)}
-        texts = {node: text for node, (_, text) in formulas.items()}
-        texts |= {each.expensive: remat.text_of(each.expensive) for each in again.values() if each.expensive}
+        forms = {node: each for node in graph.nodes if (each := formulas.other_form(node, platform)) is not None}
+        of_backward = formulas.backward(graph.items, equations.is_backward)
+        again = {id(each.value): each for each in formulas.recomputed(graph, of_backward)}
+        texts = {node: text for node, (_, text) in forms.items()}
+        texts |= {each.expensive: each.text for each in again.values() if each.expensive}
         lines = equations.lines_of(graph.items) if texts else {}
         for node, text in texts.items():
             at = Found((), 1, lines[id(node)]).source
             self._other_changes[f"{text}, for {at}" if at else text] = None
-        run = {id(node): each for node, (each, _) in formulas.items()}
+        run = {id(node): each for node, (each, _) in forms.items()}
         return Changes(tuple(regions), bodies, pairs, run, again, of_backward)
-
-    def _formula(self, node: Node) -> tuple[Callable[..., list[Any]], str] | None:
-        """Returns a faster way to compute an equation, and its description; None if there is none."""
-        if (found := scatters.as_selection(node)) is not None:
-            return found, scatters.text_of(node)
-        if self._pass.platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
-            return found, aligned.text_of(node)
-        return None
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.

@@ -19,12 +19,17 @@ import jax
 
 from scheduler.core.errors import SchedulerError
 from scheduler.rewriting import module_libraries
-from scheduler.rewriting.call_tree import NONE, NUMBERS, Call, Names, jit_options, opened
-from scheduler.rewriting.objects import (
+from scheduler.rewriting.call_tree import (
     ARRAYS,
+    NONE,
+    NUMBERS,
+    Call,
     Instance,
+    Names,
     attributes,
     is_array,
+    jit_options,
+    opened,
     opened_object,
     set_attribute,
     static_key,
