@@ -73,7 +73,8 @@ class Captured:
                 new = self._copied(old, copies, made)
                 if part == "cell":
                     cells[place].cell_contents = new
-                    made.append((holder.__code__.co_freevars[place], _contents(cells[place]), new))
+                    now = functools.partial(getattr, cells[place], "cell_contents")
+                    made.append((holder.__code__.co_freevars[place], now, new))
                 elif part == "global":
                     copy.__globals__[place] = new
                 elif part == "default":
@@ -151,15 +152,11 @@ def _held(holder: _Holder, fn: Callable[..., Any]) -> Iterator[tuple[_Slot, Any]
                 continue
         yield from ((("default", i), x) for i, x in enumerate(holder.__defaults__ or ()))
         yield from ((("named default", name), x) for name, x in (holder.__kwdefaults__ or {}).items())
-        if holder.__globals__ is getattr(_innermost(fn), "__globals__", None):
+        while isinstance(fn, functools.partial | types.MethodType):
+            fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+        if holder.__globals__ is getattr(fn, "__globals__", None):
             known = holder.__globals__
             yield from ((("global", name), known[name]) for name in _names(holder.__code__) if name in known)
-
-
-def _innermost(fn: Any) -> Any:
-    while isinstance(fn, functools.partial | types.MethodType):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-    return fn
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -179,10 +176,6 @@ def _function(fn: types.FunctionType, places: Sequence[int]) -> tuple[types.Func
     return copy, cells
 
 
-def _contents(cell: types.CellType) -> Callable[[], Any]:
-    return lambda: cell.cell_contents
-
-
 # Indices and names of some arguments.
 Names = tuple[tuple[int, ...], tuple[str, ...]]
 NONE: Names = ((), ())
@@ -191,7 +184,7 @@ NUMBERS = (bool, int, float, complex)
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class OpenedCall:
     """``fn(*held, *given, **held_by_name, **named)``.
 
     Attributes:
@@ -212,7 +205,7 @@ class Call:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Call:
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> OpenedCall:
         return cls(*children)
 
     @property
@@ -264,7 +257,7 @@ class Call:
             start += size
         return frozenset(found)
 
-    def with_static(self, by_function: Names, by_arguments: Names) -> Call:
+    def with_static(self, by_function: Names, by_arguments: Names) -> OpenedCall:
         """Returns the call with static arguments wrapped as single leaves."""
         before = len(self.held)
         numbers = {i - before for i in _counted(by_function[0], before + len(self.given))}
@@ -274,7 +267,7 @@ class Call:
         named = {name: Static(x) if name in names else x for name, x in self.named.items()}
         return dataclasses.replace(self, given=given, named=named)
 
-    def realized(self) -> tuple[Call, Callable[[], list[str]]]:
+    def realized(self) -> tuple[OpenedCall, Callable[[], list[str]]]:
         """Returns the call with new objects and closures, and a check that lists the variables it has assigned."""
         fn: Any = self.fn
         made = Made(self)
@@ -285,7 +278,7 @@ class Call:
         named = {name: made.of(x) for name, x in self.named.items()}
         fn = made.of(fn)
         made.finish()
-        return Call(fn, self.captured, held, self.held_by_name, given, named), assigned
+        return OpenedCall(fn, self.captured, held, self.held_by_name, given, named), assigned
 
     def __call__(self) -> Any:
         return self.fn(*self.held, *self.given, **self.held_by_name, **self.named)
@@ -300,7 +293,7 @@ def parameters_of(fn: Any) -> list[str]:
     return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
-def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Call:
+def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> OpenedCall:
     open_object = functools.partial(opened_object, seen={})
     given, named = tuple(map(open_object, given)), {name: open_object(x) for name, x in named.items()}
     held, held_by_name = tuple[Any, ...](), dict[str, Any]()
@@ -311,16 +304,15 @@ def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
         else:
             inner, held, held_by_name = inner.func, (*inner.args, *held), {**inner.keywords, **held_by_name}
     if not isinstance(inner, types.FunctionType):
-        return Call(open_object(inner), (), held, _removed(held_by_name, named), given, named)
-    found = find_captured(inner, _is_state) if module_libraries.is_flax_loaded() else None
+        return OpenedCall(open_object(inner), (), held, _removed(held_by_name, named), given, named)
+
+    def is_state(x: Any) -> bool:  # a module, or an object that holds one: it must be an input
+        opened = opened_object(x, {})
+        return has_state(opened.attributes if isinstance(opened, Instance) else x)
+
+    found = find_captured(inner, is_state) if module_libraries.is_flax_loaded() else None
     state = tuple(map(open_object, found.values)) if found else ()
-    return Call(found if state else inner, state, held, _removed(held_by_name, named), given, named)
-
-
-def _is_state(x: Any) -> bool:
-    """Returns whether a captured value must be an input: a module, or an object that holds one."""
-    opened = opened_object(x, {})
-    return has_state(opened.attributes if isinstance(opened, Instance) else x)
+    return OpenedCall(found if state else inner, state, held, _removed(held_by_name, named), given, named)
 
 
 def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,7 +328,7 @@ class JitOptions:
     numbers_are_static: bool = False
 
 
-def jit_options(call: Call) -> JitOptions:
+def jit_options(call: OpenedCall) -> JitOptions:
     if (jitted := module_libraries.flax_jitted(call.fn)) is not None:
         return JitOptions(lowering_compat.static_arguments(jitted), lowering_compat.donated_arguments(jitted))
     if module_libraries.is_equinox_jitted(call.fn):

@@ -271,7 +271,7 @@ class Comparison:
       operands, results: Their shapes and dtypes.
       least: From `least_rounding`.
       special: The kinds of special operands on which the results must agree.
-      coarse: The equations with rounded operands of products (`evaluated_coarsely`), if that changes anything.
+      coarse: The equations with rounded operands of products (`coarsely`), if that changes anything.
       library: The calls by the libraries of their operations, if they hand on rounded results.
     """
 
@@ -368,18 +368,18 @@ class RegionComparison:
         self._results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
         self._least = least_rounding(stage.problem for stage in region.stages)
 
-    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
-        return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
+    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value], *compute: Any) -> list[Any]:
+        known = dict(zip(map(id, self._region.roots), roots, strict=True))
+        return recognise.evaluate(self._nodes, known, results, *compute)
 
     def _plain(self, *roots: Any) -> list[Any]:
         return self._evaluated(roots, self._region.results)
 
     def _coarse(self, *roots: Any) -> list[Any]:
-        known = dict(zip(map(id, self._region.roots), roots, strict=True))
-        return evaluated_coarsely(self._nodes, known, self._region.results)
+        return self._evaluated(roots, self._region.results, coarsely)
 
     def _wide(self, *roots: Any) -> list[Any]:
-        return evaluated_wide(self._nodes, list(zip(self._region.roots, roots, strict=True)), self._region.results)
+        return self._evaluated([*map(widened, roots)], self._region.results, in_float32)
 
     def _tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
         def run(*roots: Any) -> list[Any]:
@@ -513,50 +513,29 @@ def normal(x: Any, seed: int | jax.Array) -> jax.Array:
 # The equations of a region in float32, as the reference of a comparison, or with rounded operands.
 
 
-def evaluated_wide(nodes: Sequence[Node], known: Sequence[tuple[Value, Any]], results: Sequence[Value]) -> list[Any]:
-    """Computes arrays by equations in order, in float32 wherever the equations use a narrower dtype."""
-    values = {id(value): widened(x) for value, x in known}
-
-    def read(x: Value) -> Any:
-        return values[id(x)] if id(x) in values else widened(x.literal)
-
-    for node in nodes:
-        found = _in_float32(node, [read(x) for x in node.inputs])
-        values |= {id(x): each for x, each in zip(node.results, found, strict=True) if id(x) not in values}
-    return [read(x) for x in results]
+def in_float32(node: Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Computes an equation in float32 if it uses a narrower dtype."""
+    equation, args = node.equation, [*map(widened, args)]
+    if node.name != "bitcast_convert_type" and not any(map(fingerprint.is_jaxpr, equation.params.values())):
+        return lowering_compat.evaluate_equation(equation.replace(params=wide_params(equation.params)), *args)
+    own = [x.astype(of.dtype) if is_narrow(of.dtype) else x for x, of in zip(args, node.inputs, strict=True)]
+    return [*map(widened, lowering_compat.evaluate_equation(equation, *own))]
 
 
-def evaluated_coarsely(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[Value]) -> list[Any]:
-    """Computes arrays by equations in order. Products of two dtypes round both operands to the narrower one.
+def coarsely(node: Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Computes an equation. A product of two dtypes rounds both operands to the narrower one.
 
     So does a kernel of attention: in models, a gradient of float32 is multiplied by keys of bfloat16.
     """
-    values = dict(known)
-
-    def read(x: Value) -> Any:
-        return values.get(id(x), x.literal)
-
-    for node in nodes:
-        args = [read(x) for x in node.inputs]
-        if node.name == "dot_general":
-            narrow = min((x.dtype for x in args), key=_bits)
-            args = [lax.optimization_barrier(x.astype(narrow)).astype(x.dtype) for x in args]
-        found = lowering_compat.evaluate_equation(node.equation, *args)
-        values |= {id(x): each for x, each in zip(node.results, found, strict=True) if id(x) not in known}
-    return [read(x) for x in results]
+    if node.name == "dot_general":
+        narrow = min((x.dtype for x in args), key=_bits)
+        args = [lax.optimization_barrier(x.astype(narrow)).astype(x.dtype) for x in args]
+    return lowering_compat.evaluate_equation(node.equation, *args)
 
 
 def mixes_dtypes(nodes: Iterable[Node]) -> bool:
     """Returns whether a product among the equations has operands of two dtypes."""
     return any(node.name == "dot_general" and len({x.dtype for x in node.inputs}) > 1 for node in nodes)
-
-
-def _in_float32(node: Node, args: Sequence[Any]) -> Sequence[Any]:
-    equation = node.equation
-    if node.name != "bitcast_convert_type" and not any(map(fingerprint.is_jaxpr, equation.params.values())):
-        return lowering_compat.evaluate_equation(equation.replace(params=wide_params(equation.params)), *args)
-    own = [x.astype(of.dtype) if is_narrow(of.dtype) else x for x, of in zip(args, node.inputs, strict=True)]
-    return [*map(widened, lowering_compat.evaluate_equation(equation, *own))]
 
 
 def wide_params(params: Mapping[str, Any]) -> dict[str, Any]:

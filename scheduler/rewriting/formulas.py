@@ -111,7 +111,10 @@ def as_padded(node: Node) -> Callable[..., list[jax.Array]] | None:
         return None
 
     def product(*operands: jax.Array) -> list[jax.Array]:
-        wide = [_pad(x, named, extents) for x, named in zip(operands, axes, strict=True)]
+        wide = []
+        for x, named in zip(operands, axes, strict=True):
+            added = [(0, extents.get(axis, n) - n, 0) for n, axis in zip(x.shape, named, strict=True)]
+            wide.append(lax.pad(x, jnp.zeros((), x.dtype), added) if any(n for _, n, _ in added) else x)
         found = node.equation.primitive.bind(*wide, **node.params)
         if found.shape != result.shape:  # without a barrier, XLA would slice the operands instead
             found = lax.slice(lax.optimization_barrier(found), (0,) * found.ndim, result.shape)
@@ -129,11 +132,6 @@ def _padded(extent: int) -> int:
     """Returns the padded extent; 0 if each multiple adds too much."""
     rounded = (-(-extent // multiple) * multiple for multiple in MULTIPLES)
     return next((n for n in rounded if n <= (1 + MOST_ADDED) * extent), 0)
-
-
-def _pad(x: jax.Array, axes: list[tuple[str, int]], extents: dict[Any, int]) -> jax.Array:
-    added = [extents.get(axis, n) - n for n, axis in zip(x.shape, axes, strict=True)]
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, n, 0) for n in added]) if any(added) else x
 
 
 # ------------------------------------------------------------------------------
@@ -179,7 +177,8 @@ class Recomputed:
     @property
     def expensive(self) -> Node | None:
         """The first equation that XLA would compute only once; None if there is none."""
-        return next((node for node in self.nodes if _is_expensive(node)), None)
+        large = (node for node in self.nodes if math.prod(node.results[0].shape) >= FEWEST)
+        return next((node for node in large if node.name in _EXPENSIVE), None)
 
     @property
     def text(self) -> str:
@@ -219,31 +218,18 @@ def recomputed(graph: Graph, of_backward: set[int]) -> Iterator[Recomputed]:
     ]
     # Arrays that are stored in any case: other results, and operands of products.
     returned = {id(x) for x in graph.results}
-    free = [x for x in read if id(x) not in returned and _is_free(x)]
-    found = [_from_root(x, root, origins) for x in free if (root := origins.of(x)) is not x]
+    free = [x for x in read if id(x) not in returned and x.node and all(u.name in _ELEMENTWISE for u in x.node.users)]
+    found = list[Recomputed]()
+    for x in free:
+        if (root := origins.of(x)) is not x:
+            small = origins.small(x, root)
+            found.append(Recomputed(x, root, tuple(equations_between([x], [root, *small])), tuple(small)))
     # XLA itself computes cheap functions again, from the root, which is then read.
     stored = {id(x) for node in graph.nodes if id(node) in of_backward for x in node.inputs}
     stored |= {id(each.root) for each in found if each.expensive is None}
-    roots = {id(each.root) for each in found if each.expensive is not None and _is_stored(each.root)} & stored
-    yield from (each for each in found if id(each.root) in roots)
-
-
-def _is_free(x: Value) -> bool:
-    return x.node is not None and all(user.name in _ELEMENTWISE for user in x.node.users)
-
-
-def _is_stored(root: Value) -> bool:
-    """Returns whether XLA stores an array rather than computing it within the equations that read it."""
-    return root.node is None or root.node.name not in _ELEMENTWISE
-
-
-def _from_root(x: Value, root: Value, origins: _Origins) -> Recomputed:
-    small = origins.small(x, root)
-    return Recomputed(x, root, tuple(equations_between([x], [root, *small])), tuple(small))
-
-
-def _is_expensive(node: Node) -> bool:
-    return node.name in _EXPENSIVE and math.prod(node.results[0].shape) >= FEWEST
+    # XLA computes elementwise roots within the equations that read them.
+    roots = {id(x.root) for x in found if x.expensive and (x.root.node is None or x.root.node.name not in _ELEMENTWISE)}
+    yield from (each for each in found if id(each.root) in roots & stored)
 
 
 class _Origins:

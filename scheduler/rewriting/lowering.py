@@ -19,7 +19,7 @@ from scheduler.rewriting.in_place import InPlace, observe_p
 from scheduler.rewriting.passes import Found
 from scheduler.rewriting.posed_calls import by_tuned_call
 from scheduler.rewriting.rewrite import Refuses, replacement_key, with_tuned_calls
-from scheduler.rewriting.selection import Partitioned, Selection
+from scheduler.rewriting.selection import KernelSelection, Partitioned
 from search_spaces import lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -127,7 +127,7 @@ def lower_with_kernels(
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
-    selection, on_one_device = Selection(options, partitioned), Selection(options)
+    selection, on_one_device = KernelSelection(options, partitioned), KernelSelection(options)
     # By what is lowered: a region, or a kind of single equations, which may be lowered several times.
     replaced, dropped = dict[Any, list[Replaced]](), dict[Any, list[Replaced]]()
     left: collections.Counter[str] = collections.Counter()
@@ -187,7 +187,7 @@ def lower_with_kernels(
     return Lowered(lowered, _grouped(replaced), _grouped(dropped), dict(left), changes, refused)
 
 
-def _kernels(found: Found, selection: Selection, platform: str) -> list[Replaced]:
+def _kernels(found: Found, selection: KernelSelection, platform: str) -> list[Replaced]:
     kernels = [
         _kernel(operation, *each, found.key, found.count)
         for operation, problem in found.calls

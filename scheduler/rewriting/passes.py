@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
+from scheduler.core.text import error_text
 from scheduler.rewriting import equations, formulas
 from scheduler.rewriting.comparison import TunedCall
 from scheduler.rewriting.evaluation import Changes, Evaluation, Replacement, Scan, retraced
@@ -256,7 +257,7 @@ class Rewriter:
                 except SchedulerError:
                     raise
                 except Exception as error:  # any error of a kernel, compiler or device costs this region alone
-                    reason = f"{operation.name}: its kernels failed: {_text(error)}"
+                    reason = f"{operation.name}: its kernels failed: {error_text(error)}"
                 self._found.append(Found(calls, count, line, reason, key))
                 if not reason:
                     for number, stage in enumerate(each.stages):
@@ -269,7 +270,7 @@ class Rewriter:
         try:
             return [_of_operation(each, operation) for each in operation.regions(graph)]
         except Exception as error:  # equations of any kind: those of one operation are left, others are replaced
-            self._found.append(Found((), count, None, f"{operation.name}: {_text(error)}"))
+            self._found.append(Found((), count, None, f"{operation.name}: {error_text(error)}"))
             return ()
 
     def _wrong(self, region: Region, calls: Sequence[TunedCall], graph: Graph) -> str | None:
@@ -320,10 +321,6 @@ def _circular(region: Region, made: Mapping[int, Sequence[Value]]) -> str | None
                 seen.add(id(value))
                 left += made.get(id(value), () if value.node is None else value.node.inputs)
     return None
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _constants(closed: Any, graph: Graph) -> dict[int, Any]:

@@ -158,7 +158,7 @@ def fake_mesh(extents: Mapping[str, int]) -> Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class LeftToXla:
     """A tuned call left to XLA because no kernel can be used where XLA partitions the function over devices.
 
     Attributes:
@@ -189,7 +189,7 @@ class Problems:
     untuned: tuple[ProblemCount, ...] = ()
     loops: tuple[equations.Loop, ...] = ()
     mesh: str = ""
-    left: tuple[Left, ...] = ()
+    left: tuple[LeftToXla, ...] = ()
 
     def __repr__(self) -> str:
         return problems_text(self)
@@ -274,13 +274,13 @@ def _counted(posed: Iterable[PosedCall], chip: Hardware) -> tuple[ProblemCount, 
     return counter.rows()
 
 
-def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[Left, ...]:
+def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[LeftToXla, ...]:
     left = dict[str, ProblemCounter]()
     for call in posed:
         if call.recorder is not None and not call.recorder.queries:
             counter = left.setdefault(call.recorder.reason, ProblemCounter(chip))
             counter.add(call.operation, call.problem, call.count, [call.line])
-    return tuple(Left(row, reason) for reason, counter in left.items() for row in counter.rows())
+    return tuple(LeftToXla(row, reason) for reason, counter in left.items() for row in counter.rows())
 
 
 def _optimized_call(
@@ -348,10 +348,6 @@ def _row(row: ProblemCount) -> dict[str, Any]:
 
 def _line(line: Call) -> dict[str, Any]:
     return {"file": line.file, "line": line.line, "function": line.function}
-
-
-# ------------------------------------------------------------------------------
-# Reports.
 
 
 # ------------------------------------------------------------------------------

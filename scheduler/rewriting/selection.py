@@ -25,7 +25,7 @@ Recorders = Mapping[tuple[Operation[Any], Problem], QueryRecorder]
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class KernelSelection:
     """How kernels are selected.
 
     Attributes:

@@ -22,7 +22,7 @@ from scheduler.core.plan import Plan
 from scheduler.core.status_line import StatusLine
 from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.rewriting import comparison, decided, interleaved, lowering, noise, selection, stored_decisions
-from scheduler.rewriting.call_arguments import Arguments
+from scheduler.rewriting.call_arguments import CallArguments
 from scheduler.rewriting.decided import Decided
 from scheduler.rewriting.in_place import InPlace
 from scheduler.rewriting.interleaved import Seconds
@@ -39,7 +39,7 @@ _WITHOUT_SEARCH: Mapping[OnMiss, OnMiss] = {"tune": "model", "error": "xla"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class FunctionTrial:
     """A jitted function and the arguments to try it with.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trial:
 
     function: str
     jitted: Any
-    given: Arguments
+    given: CallArguments
     options: Mapping[str, Options]
     seconds: float | None
     status: StatusLine = dataclasses.field(default_factory=StatusLine)
@@ -101,8 +101,7 @@ class Trial:
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
-            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            return self._fall_back(f"trying the tuned version failed: {cause}")
+            return self._fall_back(f"trying the tuned version failed: {text.error_text(error)}")
 
     @comparisons()
     def lower(self) -> Any:
@@ -272,7 +271,7 @@ class Trial:
         stored_decisions.put(key, lowered, traced.lower(), decision)
         return decision
 
-    def _plain(self, given: Arguments) -> Any:
+    def _plain(self, given: CallArguments) -> Any:
         return self.jitted(*given.args, **given.kwargs)
 
     def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
@@ -506,7 +505,7 @@ class Keeping:
                 version = Version(lowered[label], future.result(), self.calling(future.result()))
                 why = comparison.disagreement(expected, jax.block_until_ready(version.run()), self.noisy)
             except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
-                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                why = text.error_text(error)
             if why is None:
                 versions[label] = version
             else:

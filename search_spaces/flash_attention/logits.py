@@ -49,7 +49,7 @@ LAYOUT = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "s
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Array:
+class LabelledArray:
     """An array of the jaxpr.
 
     Attributes:
@@ -134,8 +134,8 @@ class Labels:
             node,
             node.inputs[side],
             joined(mine[i] for i in contract[side]),
-            Array(other, joined(theirs[j] for j in range(len(other.shape)))),
-            Array(node.results[0], joined(each for part in out for each in part)),
+            LabelledArray(other, joined(theirs[j] for j in range(len(other.shape)))),
+            LabelledArray(node.results[0], joined(each for part in out for each in part)),
         )
 
 
@@ -184,8 +184,8 @@ class Product:
     node: Node
     operand: Value
     contracted: Axes
-    other: Array
-    out: Array
+    other: LabelledArray
+    out: LabelledArray
 
 
 def elementwise(node: Node) -> bool:
@@ -276,7 +276,7 @@ def _is_same_size(node: Node) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Softmax:
+class Probabilities:
     """Probabilities, and the axis of keys along which they sum to one.
 
     Attributes:
@@ -290,7 +290,7 @@ class Softmax:
     total: Value | None = None
 
 
-def softmax_of(exp: Node, labels: Labels) -> Softmax | None:
+def softmax_of(exp: Node, labels: Labels) -> Probabilities | None:
     """Returns the softmax with this exponential; None if there is none."""
     exponential = exp.results[0]
     if (axes := labels.of(exponential)) is None:
@@ -304,11 +304,11 @@ def softmax_of(exp: Node, labels: Labels) -> Softmax | None:
                 continue
             summed, axis = found
             if same(summed, exponential) and len(axes[axis]) == 1 and _less_of_rows(exp, labels, axes[axis][0]):
-                return Softmax(exp, node.results[0], axes[axis][0])
+                return Probabilities(exp, node.results[0], axes[axis][0])
     for node in sums:
         keys = axes[node.params["axes"][0]]
         if len(keys) == 1 and _less_of_rows(exp, labels, keys[0]):
-            return Softmax(exp, exponential, keys[0], node.results[0])
+            return Probabilities(exp, exponential, keys[0], node.results[0])
     return None
 
 
@@ -542,24 +542,24 @@ def constant(value: Value) -> np.ndarray[Any, Any] | None:
         return None
     if any(math.prod(x.shape) > LARGEST for node in order for x in node.results):
         return None
-    return _values(_Program(tuple(order), value, program_text(order, [], [value])))
+    return _values(_ConstantProgram(tuple(order), value, program_text(order, [], [value])))
 
 
-class _Program:
+class _ConstantProgram:
     """Equations without arguments, compared by their text."""
 
     def __init__(self, order: tuple[Node, ...], value: Value, text: str) -> None:
         self.order, self.value, self.text = order, value, text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and other.text == self.text
+        return isinstance(other, _ConstantProgram) and other.text == self.text
 
     def __hash__(self) -> int:
         return hash(self.text)
 
 
 @functools.lru_cache(maxsize=64)
-def _values(program: _Program) -> np.ndarray[Any, Any] | None:
+def _values(program: _ConstantProgram) -> np.ndarray[Any, Any] | None:
     if program.value.literal is not None:
         return np.asarray(program.value.literal)
     with jax.ensure_compile_time_eval():

@@ -23,14 +23,14 @@ from search_spaces.flash_attention.logits import (
     LAYOUT,
     MASKED,
     NO_AXIS,
-    Array,
     Axes,
     Axis,
     Band,
+    LabelledArray,
     Labels,
     Logits,
+    Probabilities,
     Product,
-    Softmax,
     above,
     band,
     below,
@@ -52,11 +52,12 @@ from search_spaces.recognise import (
     Left,
     Node,
     Region,
-    Stage,
+    RegionStage,
     Unknown,
     Value,
     casts,
     equations_between,
+    live,
     number,
     strip,
 )
@@ -86,23 +87,23 @@ class Attention:
     group: Axes
     query: Axis
     key: Axis
-    q: Array
-    k: Array
-    v: Array
-    out: Array | None
-    d_out: Array | None
-    dq: Array | None
-    dk: Array | None
-    dv: Array | None
+    q: LabelledArray
+    k: LabelledArray
+    v: LabelledArray
+    out: LabelledArray | None
+    d_out: LabelledArray | None
+    dq: LabelledArray | None
+    dk: LabelledArray | None
+    dv: LabelledArray | None
     shown: tuple[Node, ...]
 
     @property
-    def results(self) -> tuple[Array, ...]:
+    def results(self) -> tuple[LabelledArray, ...]:
         """The arrays that kernels compute instead: the result and the gradients, as far as there are."""
         return tuple(x for x in (self.out, self.dq, self.dk, self.dv) if x is not None)
 
     @property
-    def inputs(self) -> tuple[Array, ...]:
+    def inputs(self) -> tuple[LabelledArray, ...]:
         """The arrays that the results are computed from: q, k, v, and the cotangent if there are gradients."""
         return self.q, self.k, self.v, *(() if self.d_out is None else (self.d_out,))
 
@@ -116,12 +117,13 @@ class Attention:
         inputs = tuple(x.value for x in (self.q, self.k, self.v))
         params = tuple((name, x) for name, x in (("scale", self.scale), ("softcap", self.softcap)) if x is not None)
         results = () if self.out is None else (self.out.value,)
-        stages = [Stage(None, self.problem, params, inputs, results, self._forward)]
+        stages = [RegionStage(None, self.problem, params, inputs, results, self._forward)]
         if self.d_out is not None:
-            problem = FlashAttentionBackwardProblem.of_forward(self.problem)
+            posed = FlashAttentionBackwardProblem.of_forward(self.problem)
             gradients = tuple(x.value for x in (self.dq, self.dk, self.dv) if x is not None)
-            backward = Stage(FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward)
-            stages.append(backward)
+            stages.append(
+                RegionStage(FLASH_ATTENTION_BACKWARD, posed, params, (self.d_out.value,), gradients, self._backward)
+            )
         return Region(tuple(stages), self.roots, self.shown)
 
     def _forward(self, call: Any, _: None, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
@@ -136,14 +138,14 @@ class Attention:
         pairs = zip((self.dq, self.dk, self.dv), gradients, strict=True)
         return tuple(self.from_problem(x, each) for x, each in pairs if x is not None), None
 
-    def to_problem(self, array: Array, x: jax.Array) -> jax.Array:
+    def to_problem(self, array: LabelledArray, x: jax.Array) -> jax.Array:
         """Returns an array of the jaxpr as ``[batch, length, heads, features]``, in the dtype of the problem."""
         order = self._order(array)
         x = jnp.reshape(x, [extent for extent, _ in array.axes])
         x = jnp.transpose(x, [array.axes.index(axis) for axis in order])
         return jnp.reshape(x, self._shape(array)).astype(self.problem.dtype)
 
-    def from_problem(self, array: Array, x: jax.Array) -> jax.Array:
+    def from_problem(self, array: LabelledArray, x: jax.Array) -> jax.Array:
         """Returns ``x[batch, length, heads, features]`` with the axes and the dtype of an array of the jaxpr."""
         order = self._order(array)
         x = jnp.reshape(x, [extent for extent, _ in order])
@@ -151,16 +153,16 @@ class Attention:
         x = jnp.reshape(x, array.value.shape).astype(array.value.dtype)
         return x if array.factor == 1.0 else x * jnp.asarray(array.factor, x.dtype)
 
-    def _order(self, array: Array) -> Axes:
+    def _order(self, array: LabelledArray) -> Axes:
         keys = self._by_key(array)
         features = tuple(axis for axis in array.axes if axis[1] == FEATURES)
         rows = (self.key, *self.heads) if keys else (self.query, *self.heads, *self.group)
         return tuple(axis for axis in (*self.batch, *rows, *features) if axis[0] > 1)
 
-    def _by_key(self, array: Array) -> bool:
+    def _by_key(self, array: LabelledArray) -> bool:
         return array in (self.k, self.v, self.dk, self.dv)
 
-    def _shape(self, array: Array) -> tuple[int, ...]:
+    def _shape(self, array: LabelledArray) -> tuple[int, ...]:
         p = self.problem
         features = p.head_dim if array in (self.q, self.k, self.dq, self.dk) else p.value_dim
         length, heads = (p.kv_len, p.kv_heads) if self._by_key(array) else (p.q_len, p.heads)
@@ -174,9 +176,9 @@ def find(graph: Graph) -> list[Region | Left]:
         if node.name == "exp" and (each := _attention(node)) is not None:
             found.append(each)
     attention = [each for each in found if isinstance(each, Attention)]
-    live = _live(graph, {id(x.value) for each in attention for x in each.results})
+    still_live = live(graph, {id(x.value) for each in attention for x in each.results})
     own = {id(node) for node in graph.nodes}
-    return [_unless_used(each, live, own) if isinstance(each, Attention) else each for each in found]
+    return [_unless_used(each, still_live, own) if isinstance(each, Attention) else each for each in found]
 
 
 def _attention(exp: Node) -> Attention | Left | None:
@@ -201,21 +203,9 @@ def _attention(exp: Node) -> Attention | Left | None:
         return Left(str(error), logits.product) if weighted else None
 
 
-def _live(graph: Graph, replaced: set[int]) -> set[int]:
-    """Returns the equations that the results of a jaxpr need besides replaced arrays, by their ``id``."""
-    live = set[int]()
-    left = [*graph.results] + [x for node in graph.nodes if node.equation.effects for x in node.inputs]
-    while left:
-        value = left.pop()
-        if value.node is not None and id(value) not in replaced and id(value.node) not in live:
-            live.add(id(value.node))
-            left += value.node.inputs
-    return live
-
-
-def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Left:
+def _unless_used(found: Attention, still_live: set[int], own: set[int]) -> Region | Left:
     product = found.shown[0]
-    if id(product) not in live and all(id(x.value.node) in own for x in found.results):
+    if id(product) not in still_live and all(id(x.value.node) in own for x in found.results):
         return found.region()
     return Left(
         "its probabilities or logits are used elsewhere, such as by the backward pass of a scan, which saves them: "
@@ -228,7 +218,7 @@ def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Le
 # The problem, its operands and its results.
 
 
-def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence[Product]) -> Attention:
+def _parsed(logits: Logits, labels: Labels, softmax: Probabilities, products: Sequence[Product]) -> Attention:
     product, key = logits.product, softmax.key
     k_side = _side_of(product, key)
     q, k = (_operand(product, side) for side in (1 - k_side, k_side))
@@ -311,7 +301,7 @@ def _side_of(product: Node, key: Axis) -> int:
     return 0 if key[1] < len(batch_a) + free else 1
 
 
-def _operand(product: Node, side: int) -> Array:
+def _operand(product: Node, side: int) -> LabelledArray:
     """Returns an operand of ``q k^T``."""
     contract, batch = product.params["dimension_numbers"]
     value, out = product.inputs[side], product.results[0]
@@ -321,10 +311,10 @@ def _operand(product: Node, side: int) -> Array:
     first = len(batch[0]) if side == 0 else len(out.shape) - len(free)
     numbers = dict(zip(batch[side], range(len(batch[side])), strict=True)) | {i: first + n for n, i in enumerate(free)}
     numbers[contract[side][0]] = FEATURES
-    return Array(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
+    return LabelledArray(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
 
 
-def _unscaled(array: Array, other: Array) -> tuple[Array, float]:
+def _unscaled(array: LabelledArray, other: LabelledArray) -> tuple[LabelledArray, float]:
     """Returns an operand before a scalar factor in a wider dtype than that of the other operand, and the factor."""
     node = strip(array.value).node
     if node is None or node.name not in ("mul", "div") or _is_narrow(array.value, other.value):
@@ -332,7 +322,7 @@ def _unscaled(array: Array, other: Array) -> tuple[Array, float]:
     for i, x in enumerate(node.inputs[: 2 if node.name == "mul" else 1]):
         factor = _scalar(node.inputs[1 - i])
         if factor and x.shape == array.value.shape and _is_narrow(x, other.value):
-            return Array(x, array.axes), factor if node.name == "mul" else 1 / factor
+            return LabelledArray(x, array.axes), factor if node.name == "mul" else 1 / factor
     return array, 1.0
 
 
@@ -433,7 +423,7 @@ def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None
     return left, None if seen.right is None or seen.right >= kv_len - 1 else seen.right
 
 
-def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
+def _batch_and_heads(q: LabelledArray, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
     """Divides the batch axes of the logits: those stored before the queries are the batch, the others are heads."""
     value, stored = q.value, list(q.axes)
     while (node := strip(value).by("transpose")) is not None:
@@ -449,7 +439,7 @@ def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes,
     return tuple(lead), tuple(axis for axis in ordered if axis not in lead)
 
 
-def _dtype(*arrays: Array) -> str:
+def _dtype(*arrays: LabelledArray) -> str:
     """Returns the narrowest dtype that holds the values of each array."""
     found = {str(each.dtype) for x in arrays for each in [_narrowest(x.value)]}
     if len(found) != 1:
@@ -492,7 +482,9 @@ def _is_rounded(value: Value, dtype: str) -> bool:
 # The products after a softmax: the result and the gradients of attention, and their operands.
 
 
-def roles_of(softmax: Softmax, products: Sequence[Product], key: Axis, rows: set[Axis]) -> dict[str, Product | None]:
+def roles_of(
+    softmax: Probabilities, products: Sequence[Product], key: Axis, rows: set[Axis]
+) -> dict[str, Product | None]:
     """Attributes the products by the axes that they contract.
 
     Raises:
@@ -536,7 +528,7 @@ def gradient_product(roles: Mapping[str, Product | None], product: Node) -> Node
 
 def values_and_cotangent(
     roles: Mapping[str, Product | None], of_logits: Node | None, labels: Labels, key: Axis
-) -> tuple[Array, Array | None]:
+) -> tuple[LabelledArray, LabelledArray | None]:
     """Returns the values, and the cotangent of the result if there are gradients.
 
     Args:
@@ -576,7 +568,7 @@ def _axes_above(product: Node, labels: Labels) -> tuple[Axes, ...]:
         value = following.results[0]
 
 
-def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
+def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> LabelledArray:
     """Returns an operand of a product with these result axes; its contracted axis is that of features."""
     contract, batch = product.params["dimension_numbers"]
     value = product.inputs[side]
@@ -584,23 +576,23 @@ def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> Array:
     first = len(batch[0]) if side == 0 else len(out) - len(free)
     axes = {i: out[n] for n, i in enumerate(batch[side])} | {i: out[first + n] for n, i in enumerate(free)}
     axes |= {i: ((value.shape[i], FEATURES),) if value.shape[i] > 1 else () for i in contract[side]}
-    return Array(value, joined(axes[i] for i in range(len(value.shape))))
+    return LabelledArray(value, joined(axes[i] for i in range(len(value.shape))))
 
 
-def after_division(out: Array, total: Value) -> Array:
+def after_division(out: LabelledArray, total: Value) -> LabelledArray:
     """Returns the quotient of a product with exponentials and their sum."""
     value, axes = out.value, out.axes
     while True:
         for user in users(value):
             if user.name == "div" and user.inputs[0] is value and origin(user.inputs[1]) is total:
-                return Array(user.results[0], axes)
+                return LabelledArray(user.results[0], axes)
         following = next((user for user in users(value) if user.name in (*LAYOUT, "convert_element_type")), None)
         if following is None:
             raise Unknown("its exponentials are used without a division by their sum")
         value, axes = following.results[0], below(following, axes)
 
 
-def before_division(cotangent: Array, total: Value) -> Array:
+def before_division(cotangent: LabelledArray, total: Value) -> LabelledArray:
     """Returns the cotangent of the result of a division, from the cotangent of the dividend."""
     value, axes = cotangent.value, cotangent.axes
     while (node := value.node) is not None and node.name in (*LAYOUT, "convert_element_type"):
@@ -608,4 +600,4 @@ def before_division(cotangent: Array, total: Value) -> Array:
         value = node.inputs[0]
     if node is None or node.name != "div" or origin(node.inputs[1]) is not total:
         raise Unknown("the cotangent of its result is not found")
-    return Array(node.inputs[0], axes)
+    return LabelledArray(node.inputs[0], axes)

@@ -246,7 +246,7 @@ def problem_of_dot_general(
     columns_c = tuple(range(leading + len(free_a), leading + len(free_a) + len(free_b)))
     result = (*(a.shape[i] for i in (*batch_a, *free_a)), *(b.shape[i] for i in free_b))
     arrays = [
-        _Stored(shape, tuple(range(len(shape)) if order is None else order))
+        _StoredArray(shape, tuple(range(len(shape)) if order is None else order))
         for shape, order in zip((a.shape, b.shape, result), stored, strict=True)
     ]
     (of_rows,), (of_columns,) = _orders(arrays[2:], [rows_c]), _orders(arrays[2:], [columns_c])
@@ -263,10 +263,10 @@ def problem_of_dot_general(
     x, y, z = min(ways, key=lambda way: sum(each.copied for each in way))
     if any(each.copied and each.library_reads for each in (x, y, z)):
         return f"the batch lies between the other axes of {dimension_numbers}, where cuBLAS takes it without a copy"
-    return _product(x, y, z, a.dtype, preferred_element_type, _rounding_of_dot(precision) or "")
+    return _product(x, y, z, a.dtype, preferred_element_type, rounding(precision or "default") or "")
 
 
-class _Stored(NamedTuple):
+class _StoredArray(NamedTuple):
     """The extents of an array, and its axes in memory order."""
 
     shape: tuple[int, ...]
@@ -305,7 +305,7 @@ class _Matrices:
         return tuple(self.shape[axis] for axis in self.order)
 
 
-def _matrices(x: _Stored, batch: Axes, rows: Axes, columns: Axes) -> _Matrices:
+def _matrices(x: _StoredArray, batch: Axes, rows: Axes, columns: Axes) -> _Matrices:
     lying = x.lying(range(len(x.shape)))
     straight, crossed = (batch, rows, columns), (batch, columns, rows)
 
@@ -369,19 +369,10 @@ def _unposed(a: Any, b: Any, precision: Any, out_sharding: Any) -> str | None:
         return f"extents are symbols: {a.shape} and {b.shape}"
     if not all((*a.shape, *b.shape)):
         return f"an operand is empty: {a.shape} and {b.shape}"
-    return None if _rounding_of_dot(precision) else f"precision={precision} is not one of {', '.join(PRECISIONS)}"
+    return None if rounding(precision or "default") else f"precision={precision} is not one of {', '.join(PRECISIONS)}"
 
 
-def _rounding_of_dot(precision: Any) -> str | None:
-    """Converts an equation's precision to `MatmulProblem.precision`; JAX has already applied the default to it."""
-    if precision is None:
-        return "default"
-    both = precision if isinstance(precision, tuple | list) else (precision, precision)
-    known = {lax.Precision(name): name for name in PRECISIONS}
-    return known.get(both[0]) if both[0] == both[1] else None
-
-
-def _orders(arrays: Sequence[_Stored], sides: Sequence[Sequence[int]]) -> list[Axes]:
+def _orders(arrays: Sequence[_StoredArray], sides: Sequence[Sequence[int]]) -> list[Axes]:
     """Returns the distinct memory orders of a group of axes; `sides` names the group's axes in each array."""
     return list(
         dict.fromkeys(

@@ -22,7 +22,7 @@ from jax import lax
 
 from search_spaces import lowering_compat
 from search_spaces.problem import as_tuple
-from search_spaces.recognise import Graph, Node, Region, Stage, Value, program_text
+from search_spaces.recognise import Graph, Node, Region, RegionStage, Value, live, program_text
 from search_spaces.rows.builder import NoProgram
 from search_spaces.rows.elementwise import is_elementwise
 from search_spaces.rows.problem import ProgramProblem
@@ -308,7 +308,7 @@ def program_of(nodes: Sequence[Node], roles: Roles, inputs: Sequence[Value], res
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """Runs a call of the problem on arrays of a jaxpr (`Stage.run`)."""
+    """Runs a call of the problem on arrays of a jaxpr (`RegionStage.run`)."""
 
     problem: ProgramProblem
     results: tuple[Value, ...]
@@ -334,7 +334,7 @@ Nodes = dict[int, Node]  # in no order, by their ``id``
 
 def find(graph: Graph) -> Iterator[Region]:
     """Yields the row programs of a jaxpr, in the order of their first reductions."""
-    search = _Search(graph)
+    search = _RegionSearch(graph)
     for node in search.nodes:
         lead = _lead(node)
         if lead is None or id(node) in search.taken or id(node) not in search.place:
@@ -373,7 +373,7 @@ class _Draft:
     results: tuple[Value, ...]
 
 
-class _Search:
+class _RegionSearch:
     """A graph, and the regions found in it so far.
 
     Attributes:
@@ -386,15 +386,15 @@ class _Search:
     def __init__(self, graph: Graph) -> None:
         self.nodes = list(graph.nodes)
         self._returned = {id(x) for x in graph.results}
-        live = _live(graph)
-        self.place = {id(node): i for i, node in enumerate(self.nodes) if id(node) in live}
+        needed = live(graph)
+        self.place = {id(node): i for i, node in enumerate(self.nodes) if id(node) in needed}
         self._users = collections.defaultdict[int, dict[int, Node]](dict)
         for node in self.nodes:
-            for x in node.inputs if id(node) in live else ():
+            for x in node.inputs if id(node) in needed else ():
                 self._users[id(x)][id(node)] = node
         self.taken, self.stored = set[int](), set[int]()
         # What is compared exactly, as in the gradient of a maximum: another kernel could round it differently.
-        equal = [node for node in self.nodes if id(node) in live and node.name in ("eq", "ne")]
+        equal = [node for node in self.nodes if id(node) in needed and node.name in ("eq", "ne")]
         self._exact = {id(x) for node in equal for x in node.inputs if jnp.issubdtype(x.dtype, jnp.floating)}
         self._regions: dict[int, _Draft] = {}
         self._before: dict[int, int] = {}
@@ -665,7 +665,7 @@ class _Search:
         if (text := self._texts[key]) is None:
             return None
         problem = ProgramProblem(rows=math.prod(draft.lead), text=text)
-        stage = Stage(None, problem, (), draft.inputs, draft.results, Run(problem, draft.results))
+        stage = RegionStage(None, problem, (), draft.inputs, draft.results, Run(problem, draft.results))
         shown = tuple(node for node in ordered if reduces(node))
         return Region((stage,), self._roots(draft), shown)
 
@@ -690,15 +690,3 @@ def _is_literal(x: Value) -> bool:
 
 def _bytes(x: Value) -> int:
     return math.prod(x.shape) * int(jnp.dtype(x.dtype).itemsize)
-
-
-def _live(graph: Graph) -> set[int]:
-    """Returns the ``id`` of each equation that a result or an effect needs."""
-    effects = [node for node in graph.nodes if node.equation.effects]
-    live, left = {id(node) for node in effects}, [*graph.results, *(x for node in effects for x in node.inputs)]
-    while left:
-        value = left.pop()
-        if value.node is not None and id(value.node) not in live:
-            live.add(id(value.node))
-            left += value.node.inputs
-    return live

@@ -50,8 +50,8 @@ def calls():
 @pytest.fixture
 def keys(monkeypatch):
     """The arguments for which a key was made in Python."""
-    made, key = [], call_arguments.Arguments.key
-    monkeypatch.setattr(call_arguments.Arguments, "key", lambda self: made.append(self) or key(self))
+    made, key = [], call_arguments.CallArguments.key
+    monkeypatch.setattr(call_arguments.CallArguments, "key", lambda self: made.append(self) or key(self))
     return made
 
 
