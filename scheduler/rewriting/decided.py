@@ -77,7 +77,9 @@ class Decided:
         used = "by a kernel" if self.kept == "tuned" else "tried, and not used"
         changed = "by XLA, changed" if self.kept == "tuned" else "tried, and not used"
         if self.plain is not None and self.tuned is not None:
-            lines.append(f"  {_times_text(self.plain, self.tuned, self._tried)}")
+            tuned, plain = (seconds_text(each.median_s) for each in (self.tuned, self.plain))
+            interval = interleaved.interval_text(self.tuned, self.plain)
+            lines.append(f"  time of a call: {self._tried} {tuned}, XLA {plain}; {interval}")
         if self.plain_bytes is not None and self.tuned_bytes is not None:
             lines.append(f"  peak memory: {self._tried} {_mib(self.tuned_bytes)}, XLA {_mib(self.plain_bytes)}")
         lines += [f"  group: {each}" for each in self.groups]
@@ -98,11 +100,6 @@ def used_text(replaced: Sequence[Replaced], changes: Sequence[str]) -> str:
     counted = {"kernel": len(replaced), "other change" if replaced else "change": len(changes)}
     used = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counted.items() if n)
     return used if replaced else f"{used} without a kernel"
-
-
-def _times_text(plain: Seconds, tuned: Seconds, tried: str) -> str:
-    interval = interleaved.interval_text(tuned, plain)
-    return f"time of a call: {tried} {seconds_text(tuned.median_s)}, XLA {seconds_text(plain.median_s)}; {interval}"
 
 
 def share_text(plain: int | None, tuned: int | None, what: str) -> str:

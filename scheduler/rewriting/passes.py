@@ -1,4 +1,13 @@
-"""Replaces regions of a jaxpr, such as attention and norms, by tuned calls, and equations by others that are faster."""
+"""Replaces regions of a jaxpr, such as attention and norms, by tuned calls, and equations by others that are faster.
+
+The passes, in their order:
+
+1. Attention with its gradients (`Operation.regions`), also where a scan and the scan of its backward pass share it. The
+   pattern is `search_spaces/flash_attention/pattern.py`. Together with it, equations get other forms (`formulas.py`).
+2. Row programs (`Operation.regions_last`, `search_spaces/rows/pattern.py`), only if nothing transforms the result: a
+   softmax of an attention that was not replaced is such a program.
+3. Single equations (`Operation.equations`), such as matmuls, while JAX lowers the result (`lowering.py`).
+"""
 
 from __future__ import annotations
 

@@ -86,12 +86,13 @@ class FunctionTrial:
             self.status.step("selecting kernels")
             if self._plan is not None:
                 return self._by_plan(self._planned(self._plan))
-            if self._on_a_cpu_by_default():
+            named = any(each.backends is not None for each in self.options.values())
+            if not named and self._devices()[0].platform == CPU.platform:  # only a record can name a kernel
                 lowered = lowering.lower_with_kernels(traced, self.options)
                 if not lowered.replaced:
                     left = {decided.LEFT_ON_A_CPU: sum(lowered.left.values())} if lowered.left else {}
                     return self._decision(decided.NONE_ON_A_CPU, dataclasses.replace(lowered, left=left))
-            key = self._key(traced)
+            key = stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
             if (found := self._recalled(key, traced)) is not None:
                 return found
             lowered, compiled, noisy = self._compiled(traced)
@@ -126,11 +127,6 @@ class FunctionTrial:
         self.status.step("compiling the version of the plan")
         return self._uses(decided.PLANNED, lowered, lowered.lowered.compile())
 
-    def _on_a_cpu_by_default(self) -> bool:
-        """Returns whether only a record can name a kernel: on a CPU, without backends."""
-        named = any(each.backends is not None for each in self.options.values())
-        return not named and self._devices()[0].platform == CPU.platform
-
     @functools.cached_property
     def _where(self) -> Mapping[str, Any]:
         """What is lowered and where it runs, as arguments of `lowering.lower_with_kernels`."""
@@ -139,9 +135,6 @@ class FunctionTrial:
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
-
-    def _key(self, traced: Any) -> str:
-        return stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
 
     def _recalled(self, key: str, traced: Any) -> Decided | None:
         """Returns the decision of an earlier process, for which only the version that is used is compiled.
@@ -228,7 +221,8 @@ class FunctionTrial:
         donated = _donated(traced)
 
         def plain() -> Any:
-            return self._plain(self.given.copied(donated))
+            given = self.given.copied(donated)
+            return self.jitted(*given.args, **given.kwargs)
 
         def calling(version: Any) -> Run:
             return lambda: self.given.copied(donated).call(version)
@@ -270,9 +264,6 @@ class FunctionTrial:
         """Stores a decision for later processes and returns it."""
         stored_decisions.put(key, lowered, traced.lower(), decision)
         return decision
-
-    def _plain(self, given: CallArguments) -> Any:
-        return self.jitted(*given.args, **given.kwargs)
 
     def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
         if lowered is not None:

@@ -258,21 +258,14 @@ def _reaches_product(value: Value) -> bool:
         if node.name == "dot_general":
             return True
         if node.name not in ("transpose", "reshape", "sub", "mul", "div", "add", "select_n", "tanh", "squeeze"):
-            return (
-                node.name in ("broadcast_in_dim", "expand_dims")
-                and _is_same_size(node)
-                and (_reaches_product(node.inputs[0]))
-            )
+            same_size = math.prod(node.inputs[0].shape) == math.prod(node.results[0].shape)
+            return node.name in ("broadcast_in_dim", "expand_dims") and same_size and _reaches_product(node.inputs[0])
         same_shape = [x for x in node.inputs if math.prod(x.shape) == math.prod(node.results[0].shape)]
         reaching = [x for x in same_shape if x.literal is None]
         if len(reaching) != 1:
             return any(_reaches_product(x) for x in reaching)
         value = reaching[0]
     return False
-
-
-def _is_same_size(node: Node) -> bool:
-    return math.prod(node.inputs[0].shape) == math.prod(node.results[0].shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -391,11 +384,8 @@ class Band(NamedTuple):
     right: int | None = None
 
     def __and__(self, other: Band) -> Band:
-        return Band(*(_least(a, b) for a, b in zip(self, other, strict=True)))
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
+        pairs = zip(self, other, strict=True)
+        return Band(*(min((x for x in pair if x is not None), default=None) for pair in pairs))
 
 
 def band(which: Value, keeps: bool, axes: Sequence[str | None]) -> Band:
@@ -423,8 +413,11 @@ def band(which: Value, keeps: bool, axes: Sequence[str | None]) -> Band:
             return band(node.inputs[0], True, along) & band(node.inputs[2], keeps, along)
         if yes is not None and bool(yes) != keeps:
             return band(node.inputs[0], False, along) & band(node.inputs[1], keeps, along)
-    found = _compared(base, keeps, along)
-    return _evaluated(base, keeps, along) if found is None else found
+    if (found := _compared(base, keeps, along)) is not None:
+        return found
+    if (values := constant(base)) is None:
+        raise Unknown("its mask depends on an argument")
+    return _band_of(values.astype(bool) == keeps, along)
 
 
 def bias_band(bias: Value, axes: Sequence[str | None], masked: float) -> Band:
@@ -494,13 +487,6 @@ def _position(value: Value, axes: Sequence[str | None]) -> tuple[str | None, int
         return None
     at = where[node.params["dimension"]]
     return (None if at is None else axes[at]), int(offset)
-
-
-def _evaluated(base: Value, keeps: bool, axes: Sequence[str | None]) -> Band:
-    values = constant(base)
-    if values is None:
-        raise Unknown("its mask depends on an argument")
-    return _band_of(values.astype(bool) == keeps, axes)
 
 
 def _band_of(seen: np.ndarray[Any, Any], axes: Sequence[str | None]) -> Band:

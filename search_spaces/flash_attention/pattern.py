@@ -248,7 +248,9 @@ def _parsed(logits: Logits, labels: Labels, softmax: Probabilities, products: Se
         raise Unknown(f"its result stays in {out.value.dtype}, and a kernel rounds it to {dtype}")
     extents = {"head_dim": q, "head_dim_v": v}
     sizes = {name: next((n for n, at in x.axes if at == FEATURES), 1) for name, x in extents.items()}
-    left, right = _bounds(seen, query[0], key[0])
+    # Without bounds that exclude no key.
+    left = None if seen.left is None or seen.left >= query[0] - 1 else seen.left
+    right = None if seen.right is None or seen.right >= key[0] - 1 else seen.right
     try:
         problem = FlashAttentionProblem(
             batch=math.prod(n for n, _ in lead),
@@ -417,12 +419,6 @@ def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis, masked: float
             yield bias_band(bias, axes, masked)
 
 
-def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None]:
-    """Returns the bounds of the window, without those that exclude no key."""
-    left = None if seen.left is None or seen.left >= q_len - 1 else seen.left
-    return left, None if seen.right is None or seen.right >= kv_len - 1 else seen.right
-
-
 def _batch_and_heads(q: LabelledArray, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
     """Divides the batch axes of the logits: those stored before the queries are the batch, the others are heads."""
     value, stored = q.value, list(q.axes)
@@ -449,16 +445,12 @@ def _dtype(*arrays: LabelledArray) -> str:
 
 def _narrowest(value: Value) -> Value:
     narrow = value
-    for each in casts(_origin_of_layout(value)):
+    while value.node is not None and value.node.name in LAYOUT:
+        value = value.node.inputs[0]
+    for each in casts(value):
         if is_widened(each.dtype, narrow.dtype):
             narrow = each
     return narrow
-
-
-def _origin_of_layout(value: Value) -> Value:
-    while value.node is not None and value.node.name in LAYOUT:
-        value = value.node.inputs[0]
-    return value
 
 
 def _check_precision(products: Iterable[Node], dtype: str) -> None:

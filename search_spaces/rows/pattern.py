@@ -262,15 +262,12 @@ def apply(node: Node, roles: Roles, values: Mapping[int, Any]) -> dict[int, Any]
             )
         case name if name in ALONG_ROW:
             whole = roles[id(result)] == "row sum" or not reduces(node)
-            found = inputs[0] if whole else _reduced(node, inputs[0])
+            primitive = node.equation.primitive
+            along = primitive.get_bind_params({**params, "axes": (0,)})
+            found = inputs[0] if whole else primitive.bind(inputs[0], **along)
         case _:
             (found,) = lowering_compat.evaluate_equation(node.equation, *inputs)
     return {id(x): each for x, each in zip(node.results, found if node.name == "split" else [found], strict=True)}
-
-
-def _reduced(node: Node, x: jax.Array) -> Any:
-    primitive = node.equation.primitive
-    return primitive.bind(x, **primitive.get_bind_params({**node.params, "axes": (0,)}))
 
 
 # ------------------------------------------------------------------------------
