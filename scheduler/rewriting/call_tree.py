@@ -353,8 +353,7 @@ def _counted(numbers: Sequence[int], length: int) -> list[int]:
 
 
 # ------------------------------------------------------------------------------
-# Objects.
-
+# Objects with arrays or state among the arguments of a call, flattened by their attributes.
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 

@@ -17,9 +17,8 @@ from scheduler.dispatch.stored import Times
 from scheduler.rewriting import equations
 from scheduler.rewriting.in_place import InPlace, observe_p
 from scheduler.rewriting.passes import Found
-from scheduler.rewriting.posed_calls import by_tuned_call
 from scheduler.rewriting.rewrite import Refuses, replacement_key, with_tuned_calls
-from scheduler.rewriting.selection import KernelSelection, Partitioned
+from scheduler.rewriting.selection import KernelSelection, Partitioned, by_tuned_call
 from search_spaces import lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

@@ -29,12 +29,11 @@ from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
 from scheduler.core.text import mesh_text, seconds_text
 from scheduler.dispatch import calls
-from scheduler.rewriting import equations, posed_calls
-from scheduler.rewriting.automatic_axes import on_automatic_axes
+from scheduler.rewriting import equations, selection
 from scheduler.rewriting.equations import Body, ProblemCount, ProblemCounter, Traced
 from scheduler.rewriting.optimize import Optimized
-from scheduler.rewriting.posed_calls import PosedCall
 from scheduler.rewriting.pure import pure_call
+from scheduler.rewriting.selection import PosedCall, on_automatic_axes
 from search_spaces import OPERATIONS, fingerprint, locate
 from search_spaces.configuration import comparisons
 
@@ -56,9 +55,9 @@ def _posed(function: Traced, over: Mesh | AbstractMesh | None, *, own: bool) -> 
     """Returns the calls of a function. If XLA partitions one of them, the function is compiled for the mesh.
 
     Args:
-      own: As in `posed_calls.recorded`.
+      own: As in `selection.recorded`.
     """
-    jaxpr, found = posed_calls.recorded(function.jaxpr, own=own, on_one_device=over is None)
+    jaxpr, found = selection.recorded(function.jaxpr, own=own, on_one_device=over is None)
     if over is not None and any(call.recorder for call in found):
         _partition(dataclasses.replace(function, jaxpr=jaxpr), over)
     return found
@@ -81,7 +80,7 @@ def _partition(function: Traced, over: Mesh | AbstractMesh) -> None:
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*arguments)
 
     try:
-        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=posed_calls.PARTITIONING_ONLY)
+        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=selection.PARTITIONING_ONLY)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
         raise SchedulerError(
@@ -246,7 +245,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     try:
         others = _posed(_with_regions(function, chip), over, own=False)
     except NotImplementedError:  # `optimize` leaves all to XLA then, except products inside of `shard_map`
-        others = [call for call in posed_calls.recorded(function.jaxpr)[1] if call.recorder is None]
+        others = [call for call in selection.recorded(function.jaxpr)[1] if call.recorder is None]
     partitioned = any(call.recorder for call in tuned + others)
     if optimized is not None:
         tuned, others = tuned + others, []
@@ -262,7 +261,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
 def _with_regions(function: Traced, chip: Hardware) -> Traced:
     closed = on_automatic_axes(core.ClosedJaxpr(function.jaxpr, function.constants))
-    closed = posed_calls.with_regions(closed, chip.platform)
+    closed = selection.with_regions(closed, chip.platform)
     return Traced(fingerprint.opened_jaxpr(closed), tuple(closed.consts), function.arguments)
 
 

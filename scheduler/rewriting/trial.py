@@ -300,8 +300,7 @@ def _donated(traced: Any) -> list[bool]:
 
 
 # ------------------------------------------------------------------------------
-# Which kernels to keep.
-
+# Tries a function with fewer kernels, and keeps those without which it is slower.
 
 Run = Callable[[], Any]  # a compiled function with its arrays
 # Maximum number of groups, each of which costs a compilation.
@@ -531,8 +530,7 @@ def _chosen(times: Mapping[str, Seconds], versions: Iterable[str], preferred: st
 
 
 # ------------------------------------------------------------------------------
-# Traffic between devices.
-
+# Counts the bytes that the devices of a mesh exchange.
 
 COLLECTIVE = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("

@@ -26,6 +26,9 @@ from search_spaces.recognise import (
     strip,
 )
 
+# ------------------------------------------------------------------------------
+# The axes of the logits, in all arrays and products that are computed from them.
+
 # An axis of the logits: its extent, and its number among the axes of the first product.
 Axis = tuple[int, int]
 # The axes that an axis of an array combines, the outer one first. Axes of extent 1 are left out.

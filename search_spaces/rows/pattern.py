@@ -56,7 +56,7 @@ _FUSED = frozenset(
 
 
 # ------------------------------------------------------------------------------
-# Roles.
+# The role of each array in equations on many rows.
 
 
 def roles_of(node: Node, lead: Lead, known: Mapping[int, str]) -> Roles | None:
@@ -228,7 +228,7 @@ def lengths(node: Node, roles: Roles) -> list[int]:
 
 
 # ------------------------------------------------------------------------------
-# One row.
+# What the equations compute for one row.
 
 
 def apply(node: Node, roles: Roles, values: Mapping[int, Any]) -> dict[int, Any]:
@@ -271,7 +271,7 @@ def apply(node: Node, roles: Roles, values: Mapping[int, Any]) -> dict[int, Any]
 
 
 # ------------------------------------------------------------------------------
-# All rows.
+# The row program of equations, and its call for all rows.
 
 
 def program_of(nodes: Sequence[Node], roles: Roles, inputs: Sequence[Value], results: Sequence[Value]) -> str | None:
@@ -317,8 +317,7 @@ class Run:
 
 
 # ------------------------------------------------------------------------------
-# Regions.
-
+# Regions, which grow from reductions.
 
 # Arrays that a region reads and writes have at least these bytes: fewer stay in a chip's caches.
 LEAST_BYTES = 2**20
