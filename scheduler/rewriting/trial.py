@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class FunctionTrial:
 
     def _decide(self) -> Decided:
         self.status.step("tracing")
-        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
+        traced = self._traced
         if self._plan is None and jax.process_count() > 1:
             return self._decision(decided.SEVERAL_PROCESSES)
         if effects := getattr(traced.jaxpr, "effects", ()):
@@ -92,13 +92,12 @@ class FunctionTrial:
                 if not lowered.replaced:
                     left = {decided.LEFT_ON_A_CPU: sum(lowered.left.values())} if lowered.left else {}
                     return self._decision(decided.NONE_ON_A_CPU, dataclasses.replace(lowered, left=left))
-            key = stored_decisions.key_of(traced.lower(), self.options.values(), self._devices(), self.seconds is None)
-            if (found := self._recalled(key, traced)) is not None:
+            if (found := self._recalled()) is not None:
                 return found
-            lowered, compiled, noisy = self._compiled(traced)
+            lowered, compiled, noisy = self._compiled()
             if compiled is None:
-                return self._stored(key, traced, lowered, self._decision(decided.NOTHING_REPLACED, lowered))
-            return self._try_both(key, lowered, compiled, noisy, traced)
+                return self._stored(lowered, self._decision(decided.NOTHING_REPLACED, lowered))
+            return self._try_both(Version(lowered, compiled, functools.partial(self._run, compiled)), noisy)
         except SchedulerError:
             raise
         except Exception as error:  # falls back to XLA's version, which raises any error of its own
@@ -128,27 +127,50 @@ class FunctionTrial:
         return self._uses(decided.PLANNED, lowered, lowered.lowered.compile())
 
     @functools.cached_property
+    def _traced(self) -> Any:
+        return self.jitted.trace(*self.given.args, **self.given.kwargs)
+
+    @functools.cached_property
+    def _key(self) -> str:
+        """The key of the stored decision."""
+        return stored_decisions.key_of(
+            self._traced.lower(), self.options.values(), self._devices(), self.seconds is None
+        )
+
+    @functools.cached_property
     def _where(self) -> Mapping[str, Any]:
         """What is lowered and where it runs, as arguments of `lowering.lower_with_kernels`."""
-        traced = self.jitted.trace(*self.given.args, **self.given.kwargs)
-        return selection.where(traced, hardware.target_of(self._devices()[0]).platform)
+        return selection.where(self._traced, hardware.target_of(self._devices()[0]).platform)
+
+    @functools.cached_property
+    def _donated(self) -> list[bool]:
+        """Whether the call donates each leaf of the arguments."""
+        return [leaf.donated for leaf in jax.tree.leaves(self._traced.args_info)]
 
     def _devices(self) -> list[jax.Device]:
         return self.given.devices() or jax.local_devices()[:1]
 
-    def _recalled(self, key: str, traced: Any) -> Decided | None:
+    def _run(self, compiled: Any) -> Any:
+        """Calls a compiled version with copies of donated arguments."""
+        return self.given.copied(self._donated).call(compiled)
+
+    def _run_plain(self) -> Any:
+        given = self.given.copied(self._donated)
+        return self.jitted(*given.args, **given.kwargs)
+
+    def _recalled(self) -> Decided | None:
         """Returns the decision of an earlier process, for which only the version that is used is compiled.
 
         Returns None if there is no such decision, or if its version cannot be compiled in this process.
         """
-        if (known := stored_decisions.find(key)) is None:
+        if (known := stored_decisions.find(self._key)) is None:
             return None
         self.status.step("compiling the version that is used")
         compiled = None
         try:
             if known.kept == "tuned" and known.module:
                 known.load_kernels()
-                compiled = lowering_compat.with_module(traced.lower(), known.program()).compile()
+                compiled = lowering_compat.with_module(self._traced.lower(), known.program()).compile()
             elif known.kept == "tuned":
                 compiled = self._lowered_without(known.refused.get).lowered.compile()
         except Exception:  # whatever fails is left out when the function is decided again
@@ -164,14 +186,14 @@ class FunctionTrial:
         }
         return lowering.lower_with_kernels(options=options, **self._where, refuses=refuses)
 
-    def _compiled(self, traced: Any) -> tuple[Lowered, Any, Any]:
+    def _compiled(self) -> tuple[Lowered, Any, Any]:
         """Lowers and compiles the tuned version, without the kernels that disagree with their equations.
 
         Returns:
           The lowered and the compiled version, and the plain version with rounding noise, which takes a seed and the
           leaves of the arguments. None stands for both if nothing is replaced or changed.
         """
-        refused = dict[str, str]()
+        traced, refused = self._traced, dict[str, str]()
         options = without_autotuning(jax.default_backend())
         lower = functools.partial(lowering.lower_with_kernels, options=self.options, **self._where)
         noisy, in_place = None, None
@@ -208,7 +230,7 @@ class FunctionTrial:
                     if in_place:
                         observed_program = observed_version.result()
                         in_place.reserve(self._devices()[0], functools.partial(decided.peak_bytes, observed_program))
-                        jax.block_until_ready(self.given.copied(_donated(traced)).call(observed_program))
+                        jax.block_until_ready(self._run(observed_program))
                     wrong = in_place.refusals()
                     self._warn_of(wrong, observed)
                 if not wrong:
@@ -217,25 +239,16 @@ class FunctionTrial:
                 refused |= wrong
                 self.status.step("selecting kernels")
 
-    def _try_both(self, key: str, lowered: Lowered, compiled: Any, noisy: Any, traced: Any) -> Decided:
-        donated = _donated(traced)
-
-        def plain() -> Any:
-            given = self.given.copied(donated)
-            return self.jitted(*given.args, **given.kwargs)
-
-        def calling(version: Any) -> Run:
-            return lambda: self.given.copied(donated).call(version)
-
+    def _try_both(self, everything: Version, noisy: Any) -> Decided:
         def with_noise(seed: int) -> Any:
             return noisy(noise.keys(seed), *self.given.leaves)
 
         self.status.step("comparing the results of both versions")
-        everything = Version(lowered, compiled, calling(compiled))
-        expected = jax.block_until_ready(plain())
+        lowered, compiled, traced = everything.lowered, everything.compiled, self._traced
+        expected = jax.block_until_ready(self._run_plain())
         if wrong := comparison.disagreement(expected, everything.run(), with_noise):
             reason = f"the tuned version computed different results: {wrong}"
-            return self._stored(key, traced, lowered, self._fall_back(reason, lowered))
+            return self._stored(lowered, self._fall_back(reason, lowered))
         del expected
         measured: dict[str, Any] = {
             "plain_bytes": decided.peak_bytes(traced.lower().compile()),
@@ -247,23 +260,104 @@ class FunctionTrial:
                 "tuned_exchanged": exchanged_bytes(compiled),
             }
         if self.seconds is None:
-            return self._stored(key, traced, lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
-        time = functools.partial(interleaved.time_interleaved, seconds=self.seconds, devices=self.given.devices())
-        kept = Keeping(plain, with_noise, self._lowered_without, calling, time, self.status.step).fastest(everything)
+            return self._stored(lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
+        kept = self._fastest(everything, with_noise)
         lowered, compiled = kept.version.lowered, kept.version.compiled
         measured |= {"plain": kept.plain, "tuned": kept.tuned, "tuned_bytes": kept.version.peak_bytes}
         measured["groups"] = kept.groups
         speed = interleaved.speed_text(kept.tuned, kept.plain)
         if kept.is_faster:
-            return self._stored(key, traced, lowered, self._uses(speed, lowered, compiled, **measured))
+            return self._stored(lowered, self._uses(speed, lowered, compiled, **measured))
         tried = decided.used_text(lowered.replaced, lowered.changes)
         reason = f"{decided.XLA_IS_USED}: no sure gain (the version with {tried} is {speed})"
-        return self._stored(key, traced, lowered, self._decision(reason, lowered, **measured))
+        return self._stored(lowered, self._decision(reason, lowered, **measured))
 
-    def _stored(self, key: str, traced: Any, lowered: Lowered, decision: Decided) -> Decided:
+    def _stored(self, lowered: Lowered, decision: Decided) -> Decided:
         """Stores a decision for later processes and returns it."""
-        stored_decisions.put(key, lowered, traced.lower(), decision)
+        stored_decisions.put(self._key, lowered, self._traced.lower(), decision)
         return decision
+
+    def _fastest(self, everything: Version, with_noise: Callable[[int], Any]) -> Kept:
+        """Returns the fastest version with kernels: `everything`, or one without groups of its kernels.
+
+        Groups are timed only if `everything` gains less than predicted. A group is dropped if the function is faster
+        without it at 99 % confidence, or if it ties and needs no less memory. At most `MOST_GROUPS` + 1 versions are
+        compiled. The results of each are compared with those of the plain function.
+        """
+        self.status.step("timing both versions")
+        times = self._times({ALL: everything})
+        tested = {f"without {group}": group for group in groups(everything.lowered)}
+        if len(tested) < 2 or gains_as_predicted(times[ALL], times[PLAIN], everything.lowered.replaced):
+            return Kept(everything, times[ALL], times[PLAIN])
+        self.status.step("compiling without each group of kernels")
+        versions, verdicts = self._usable(everything, with_noise, {label: [group] for label, group in tested.items()})
+        self.status.step("timing without each group of kernels")
+        versions = {ALL: everything, **versions}
+        times = self._times(versions, at_least_rounds=ROUNDS)
+        dropped = list[str]()
+        for label in (label for label in tested if label in versions):
+            margin = interleaved.margin_of(times[ALL], times[label])
+            sizes = everything.peak_bytes, versions[label].peak_bytes
+            verdicts[label] = f"{_without_it(margin)}{decided.share_text(*sizes, 'memory')}"
+            is_tie = margin.low <= 0 <= margin.high
+            if margin.high < 0 or (is_tie and decided.share_percent(*sizes) <= 0):
+                dropped.append(label)
+        preferred = {0: ALL, 1: "".join(dropped)}.get(len(dropped), REST)
+        if 1 < len(dropped) < len(tested):
+            self.status.step("compiling without the dropped groups")
+            rest, _ = self._usable(everything, with_noise, {REST: [tested[label] for label in dropped]})
+            if rest:
+                self.status.step("timing without the dropped groups")
+                best = min(versions, key=lambda label: times[label].median_s)
+                versions = {best: versions[best], **rest}
+                times = self._times(versions)
+        chosen = _chosen(times, versions, preferred)
+        kept = Kept(versions[chosen], times[chosen], times[PLAIN])
+        refused = kept.version.lowered.refused
+        texts = []
+        for label, group in tested.items():
+            used = kept.is_faster and refused.keys().isdisjoint(group.keys)
+            texts.append(f"{group}: {verdicts[label]}, {'kept' if used else 'left to XLA'}")
+        return dataclasses.replace(kept, groups=tuple(texts))
+
+    def _times(self, versions: Mapping[str, Version], **how: int) -> Mapping[str, Seconds]:
+        """Returns the seconds per call of the plain function and these versions, from the same rounds."""
+        assert self.seconds is not None
+        runs = {PLAIN: self._run_plain, **{label: version.run for label, version in versions.items()}}
+        return interleaved.time_interleaved(runs, seconds=self.seconds, devices=self.given.devices(), **how)
+
+    def _usable(
+        self, everything: Version, with_noise: Callable[[int], Any], without: Mapping[str, Sequence[Group]]
+    ) -> tuple[dict[str, Version], dict[str, str]]:
+        """Compiles a version without these groups for each label.
+
+        Returns:
+          The versions that can be used, and the reasons why others cannot.
+        """
+        lowered, compiled = dict[str, Lowered](), dict[str, concurrent.futures.Future[Any]]()
+        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
+            for label, left_out in without.items():
+                lowered[label] = self._without(everything, left_out)
+                compiled[label] = beside.submit(lowered[label].lowered.compile)
+        expected = jax.block_until_ready(self._run_plain())
+        versions, reasons = dict[str, Version](), dict[str, str]()
+        for label, future in compiled.items():
+            try:
+                version = Version(lowered[label], future.result(), functools.partial(self._run, future.result()))
+                why = comparison.disagreement(expected, jax.block_until_ready(version.run()), with_noise)
+            except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
+                why = text.error_text(error)
+            if why is None:
+                versions[label] = version
+            else:
+                reasons[label] = f"the function cannot be used without it: {why}"
+        return versions, reasons
+
+    def _without(self, everything: Version, left_out: Iterable[Group]) -> Lowered:
+        """Lowers the function without groups, and without kernels that only what they replace would make possible."""
+        known = {OTHER_CHANGES, *(key for each in everything.lowered.replaced for key in each.keys)}
+        refused = {**everything.lowered.refused, **{key: DROPPED for group in left_out for key in group.keys}}
+        return self._lowered_without(lambda key: refused.get(key) or (None if key in known else WITHIN_DROPPED))
 
     def _decision(self, reason: str, lowered: Lowered | None = None, compiled: Any = None, **measured: Any) -> Decided:
         if lowered is not None:
@@ -294,15 +388,9 @@ class FunctionTrial:
         text.warn_safely(f"{self.function}: {message}")
 
 
-def _donated(traced: Any) -> list[bool]:
-    """Returns for each leaf of the arguments whether the call donates it."""
-    return [leaf.donated for leaf in jax.tree.leaves(traced.args_info)]
-
-
 # ------------------------------------------------------------------------------
-# Tries a function with fewer kernels, and keeps those without which it is slower.
+# Groups of kernels: a function is also tried without each, and keeps those without which it is slower.
 
-Run = Callable[[], Any]  # a compiled function with its arrays
 # Maximum number of groups, each of which costs a compilation.
 MOST_GROUPS = 4
 # Rounds of the comparison without each group. Many rounds keep the confidence interval of each group narrow.
@@ -322,7 +410,7 @@ class Version:
 
     lowered: Lowered
     compiled: Any
-    run: Run
+    run: Callable[[], Any]
 
     @functools.cached_property
     def peak_bytes(self) -> int | None:
@@ -402,111 +490,6 @@ def groups(lowered: Lowered) -> list[Group]:
 def _union(of: Sequence[Group]) -> Group:
     keys = frozenset(key for each in of for key in each.keys)
     return Group(keys, tuple(text for each in of for text in each.texts), sum(each.xla_s for each in of))
-
-
-class Time(Protocol):
-    """`interleaved.time_interleaved`, for the devices and the time limit of a trial."""
-
-    def __call__(self, runs: Mapping[str, Run], *, at_least_rounds: int = ...) -> Mapping[str, Seconds]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Keeping:
-    """What is needed to try versions of a function with fewer kernels.
-
-    Attributes:
-      plain: Calls the plain function.
-      noisy: Computes the plain results with rounding noise, for a seed.
-      lower: Lowers the function without what is refused. It compares and searches nothing.
-      calling: Returns what calls a compiled version.
-      step: Says what is waited for.
-    """
-
-    plain: Run
-    noisy: Callable[[int], Any]
-    lower: Callable[[Refuses], Lowered]
-    calling: Callable[[Any], Run]
-    time: Time
-    step: Callable[[str], None]
-
-    def fastest(self, everything: Version) -> Kept:
-        """Returns the fastest version with kernels: `everything`, or one without groups of its kernels.
-
-        Groups are timed only if `everything` gains less than predicted. A group is dropped if the function is faster
-        without it at 99 % confidence, or if it ties and needs no less memory. At most `MOST_GROUPS` + 1 versions are
-        compiled. The results of each are compared with those of the plain function.
-        """
-        self.step("timing both versions")
-        times = self.time({PLAIN: self.plain, ALL: everything.run})
-        tested = {f"without {group}": group for group in groups(everything.lowered)}
-        if len(tested) < 2 or gains_as_predicted(times[ALL], times[PLAIN], everything.lowered.replaced):
-            return Kept(everything, times[ALL], times[PLAIN])
-        self.step("compiling without each group of kernels")
-        versions, verdicts = self._usable(everything, {label: [group] for label, group in tested.items()})
-        self.step("timing without each group of kernels")
-        versions = {ALL: everything, **versions}
-        times = self._times(versions, at_least_rounds=ROUNDS)
-        dropped = list[str]()
-        for label in (label for label in tested if label in versions):
-            margin = interleaved.margin_of(times[ALL], times[label])
-            sizes = everything.peak_bytes, versions[label].peak_bytes
-            verdicts[label] = f"{_without_it(margin)}{decided.share_text(*sizes, 'memory')}"
-            is_tie = margin.low <= 0 <= margin.high
-            if margin.high < 0 or (is_tie and decided.share_percent(*sizes) <= 0):
-                dropped.append(label)
-        preferred = {0: ALL, 1: "".join(dropped)}.get(len(dropped), REST)
-        if 1 < len(dropped) < len(tested):
-            self.step("compiling without the dropped groups")
-            rest, _ = self._usable(everything, {REST: [tested[label] for label in dropped]})
-            if rest:
-                self.step("timing without the dropped groups")
-                best = min(versions, key=lambda label: times[label].median_s)
-                versions = {best: versions[best], **rest}
-                times = self._times(versions)
-        chosen = _chosen(times, versions, preferred)
-        kept = Kept(versions[chosen], times[chosen], times[PLAIN])
-        refused = kept.version.lowered.refused
-        texts = []
-        for label, group in tested.items():
-            used = kept.is_faster and refused.keys().isdisjoint(group.keys)
-            texts.append(f"{group}: {verdicts[label]}, {'kept' if used else 'left to XLA'}")
-        return dataclasses.replace(kept, groups=tuple(texts))
-
-    def _times(self, versions: Mapping[str, Version], **how: int) -> Mapping[str, Seconds]:
-        return self.time({PLAIN: self.plain, **{label: version.run for label, version in versions.items()}}, **how)
-
-    def _usable(
-        self, everything: Version, without: Mapping[str, Sequence[Group]]
-    ) -> tuple[dict[str, Version], dict[str, str]]:
-        """Compiles a version without these groups for each label.
-
-        Returns:
-          The versions that can be used, and the reasons why others cannot.
-        """
-        lowered, compiled = dict[str, Lowered](), dict[str, concurrent.futures.Future[Any]]()
-        with concurrent.futures.ThreadPoolExecutor() as beside:  # XLA compiles without the interpreter's lock
-            for label, left_out in without.items():
-                lowered[label] = self._without(everything, left_out)
-                compiled[label] = beside.submit(lowered[label].lowered.compile)
-        expected = jax.block_until_ready(self.plain())
-        versions, reasons = dict[str, Version](), dict[str, str]()
-        for label, future in compiled.items():
-            try:
-                version = Version(lowered[label], future.result(), self.calling(future.result()))
-                why = comparison.disagreement(expected, jax.block_until_ready(version.run()), self.noisy)
-            except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
-                why = text.error_text(error)
-            if why is None:
-                versions[label] = version
-            else:
-                reasons[label] = f"the function cannot be used without it: {why}"
-        return versions, reasons
-
-    def _without(self, everything: Version, left_out: Iterable[Group]) -> Lowered:
-        """Lowers the function without groups, and without kernels that only what they replace would make possible."""
-        known = {OTHER_CHANGES, *(key for each in everything.lowered.replaced for key in each.keys)}
-        refused = {**everything.lowered.refused, **{key: DROPPED for group in left_out for key in group.keys}}
-        return self.lower(lambda key: refused.get(key) or (None if key in known else WITHIN_DROPPED))
 
 
 def _without_it(margin: Margin) -> str:
