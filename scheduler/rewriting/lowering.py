@@ -148,8 +148,7 @@ def lower_with_kernels(
         replaced |= {found: _kernels(found, selection, regions_on) for found in rewritten.replaced}
         dropped |= {found: _kernels(found, selection, regions_on) for found in rewritten.dropped}
     primitives = equations.operations_by_primitive().keys()
-    around = equations.layouts_around(traced.jaxpr, primitives)
-    times = equations.counts(traced.jaxpr, primitives)
+    around, times = equations.layouts_around(traced.jaxpr, primitives)
 
     def answer(primitive: Any, platform: str, divided: bool, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         kind = equations.layout_key(primitive, avals, params)

@@ -98,7 +98,7 @@ def recorded(
       recorder_of: Returns the recorder of a call.
     """
     primitives = () if own else equations.operations_by_primitive().keys()
-    stored, found = equations.layouts_around(jaxpr, primitives), list[PosedCall]()
+    (stored, _), found = equations.layouts_around(jaxpr, primitives), list[PosedCall]()
 
     def listed(body: Body, equation: Any, operation: Operation[Any], problem: Problem) -> QueryRecorder:
         recorder = None if body.manual else recorder_of(operation, problem)
@@ -116,14 +116,16 @@ def recorded(
                 recorder = listed(body, equation, operation, params["problem"])
             return equation.replace(params=params | {"options": RecordingOptions(recorder=recorder, backends=allowed)})
         if body.count and equation.primitive in primitives:
-            if (matched := equations.match_equation(equation, stored)) is None:
+            avals = [x.aval for x in equation.invars]
+            layout = stored.get(equations.layout_key(equation.primitive, avals, params))
+            if isinstance(matched := equations.match(equation.primitive, avals, params, layout), str):
                 return equation
             recorder = listed(body, equation, matched[0], matched[1].problem)
             if body.manual:
                 return equation
-            avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+            structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
             with equation.ctx.manager:  # the mesh of its types
-                call = jax.make_jaxpr(by_tuned_call(*matched, RecordingOptions(recorder=recorder)))(*avals)
+                call = jax.make_jaxpr(by_tuned_call(*matched, RecordingOptions(recorder=recorder)))(*structs)
             return equation.replace(primitive=closed_call_p, params={"call_jaxpr": call})
         times = {id(inner): n for inner, n in equations.held(equation)}
         manual, line = body.manual or equations.is_manual(equation), body.line_of(equation)
