@@ -221,7 +221,9 @@ def _unless_used(found: Attention, still_live: set[int], own: set[int]) -> Regio
 def _parsed(logits: Logits, labels: Labels, softmax: Probabilities, products: Sequence[Product]) -> Attention:
     product, key = logits.product, softmax.key
     k_side = _side_of(product, key)
-    q, k = (_operand(product, side) for side in (1 - k_side, k_side))
+    if len(product.params["dimension_numbers"][0][0]) != 1:
+        raise Unknown("its logits contract several axes")
+    q, k = (_operand(product, side, labels.of(product.results[0]) or ()) for side in (1 - k_side, k_side))
     q, of_q = _unscaled(q, k)
     k, of_k = _unscaled(k, q)
     batch_axes = [axis for axis in q.axes if axis in k.axes and axis[1] != FEATURES]
@@ -301,19 +303,6 @@ def _side_of(product: Node, key: Axis) -> int:
     if key[1] < len(batch_a):
         raise Unknown("keys are a batch axis of its logits")
     return 0 if key[1] < len(batch_a) + free else 1
-
-
-def _operand(product: Node, side: int) -> LabelledArray:
-    """Returns an operand of ``q k^T``."""
-    contract, batch = product.params["dimension_numbers"]
-    value, out = product.inputs[side], product.results[0]
-    if len(contract[side]) != 1:
-        raise Unknown("its logits contract several axes")
-    free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]
-    first = len(batch[0]) if side == 0 else len(out.shape) - len(free)
-    numbers = dict(zip(batch[side], range(len(batch[side])), strict=True)) | {i: first + n for n, i in enumerate(free)}
-    numbers[contract[side][0]] = FEATURES
-    return LabelledArray(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
 
 
 def _unscaled(array: LabelledArray, other: LabelledArray) -> tuple[LabelledArray, float]:
@@ -529,7 +518,7 @@ def values_and_cotangent(
     v, d_out = (None if role is None else role.other for role in (roles["out"], roles["dv"]))
     if of_logits is not None and (v is None or d_out is None):
         axes = _axes_above(of_logits, labels)
-        arrays = [_operand_of(of_logits, side, axes) for side in (0, 1)]
+        arrays = [_operand(of_logits, side, axes) for side in (0, 1)]
         by_key = [key in array.axes for array in arrays]
         if by_key.count(True) != 1:
             raise Unknown("the cotangents of its probabilities are computed in another way")
@@ -560,7 +549,7 @@ def _axes_above(product: Node, labels: Labels) -> tuple[Axes, ...]:
         value = following.results[0]
 
 
-def _operand_of(product: Node, side: int, out: tuple[Axes, ...]) -> LabelledArray:
+def _operand(product: Node, side: int, out: tuple[Axes, ...]) -> LabelledArray:
     """Returns an operand of a product with these result axes; its contracted axis is that of features."""
     contract, batch = product.params["dimension_numbers"]
     value = product.inputs[side]
