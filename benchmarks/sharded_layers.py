@@ -30,7 +30,7 @@ import scheduler
 from scheduler.core import hardware
 from scheduler.dispatch import dispatch
 from scheduler.measure.runner import environment
-from scheduler.rewriting.trial import collectives
+from scheduler.rewriting.decided import collectives
 from search_spaces import load
 
 # Rows of one of `tokens` are divided over the first axis of a mesh, columns of the hidden layer over the second.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from scheduler.rewriting import module_libraries
-from search_spaces import lowering_compat
+from search_spaces import fingerprint, lowering_compat
 from search_spaces.exact import exact
 
 # ------------------------------------------------------------------------------
@@ -83,7 +83,9 @@ class Captured:
                 else:
                     copy.__kwdefaults__ = {**(copy.__kwdefaults__ or {}), place: new}
             known = copy.__globals__
-            made += [(name, functools.partial(known.get, name), known.get(name)) for name in _names(copy.__code__)]
+            made += [
+                (name, functools.partial(known.get, name), known.get(name)) for name in fingerprint.names(copy.__code__)
+            ]
             return copy
         new_of = {slot: self._copied(old, copies, made) for slot, old in slots}
         if isinstance(holder, types.MethodType):
@@ -156,14 +158,7 @@ def _held(holder: _Holder, fn: Callable[..., Any]) -> Iterator[tuple[_Slot, Any]
             fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
         if holder.__globals__ is getattr(fn, "__globals__", None):
             known = holder.__globals__
-            yield from ((("global", name), known[name]) for name in _names(holder.__code__) if name in known)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from ((("global", name), known[name]) for name in fingerprint.names(holder.__code__) if name in known)
 
 
 def _function(fn: types.FunctionType, places: Sequence[int]) -> tuple[types.FunctionType, dict[int, types.CellType]]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -256,8 +253,8 @@ class FunctionTrial:
         }
         if "partitioned" in self._where:
             measured |= {
-                "plain_exchanged": exchanged_bytes(traced.lower().compile()),
-                "tuned_exchanged": exchanged_bytes(compiled),
+                "plain_exchanged": decided.exchanged_bytes(traced.lower().compile()),
+                "tuned_exchanged": decided.exchanged_bytes(compiled),
             }
         if self.seconds is None:
             return self._stored(lowered, self._uses(decided.UNTIMED, lowered, compiled, **measured))
@@ -510,37 +507,3 @@ def _chosen(times: Mapping[str, Seconds], versions: Iterable[str], preferred: st
     if preferred in faster and not interleaved.is_faster(times[fastest], times[preferred]):
         return preferred
     return fastest
-
-
-# ------------------------------------------------------------------------------
-# Counts the bytes that the devices of a mesh exchange.
-
-COLLECTIVE = re.compile(
-    r"= (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-SHAPE = re.compile(r"\b([a-z]+\d+)\w*\[([\d,]*)\]")
-
-
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Returns the number of collectives of each kind in a compiled program, and the bytes of their results on a device.
-
-    Those in a loop count once.
-    """
-    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
-    for match in COLLECTIVE.finditer(text):
-        each = found[match["kind"]]
-        each["count"] += 1
-        each["bytes"] += _bytes(match["type"], started=match[3] is not None and match["kind"] != "all-reduce")
-    return dict(found)
-
-
-def exchanged_bytes(compiled: Any) -> int:
-    """Returns the bytes of the results of all collectives of a compiled function, on one device."""
-    return sum(each["bytes"] for each in collectives(compiled.as_text()).values())
-
-
-def _bytes(type_text: str, started: bool) -> int:
-    """Returns the bytes of a result. A collective that is only started returns its operand before it, too."""
-    shapes = [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in SHAPE.findall(type_text)]
-    sizes = [math.prod(extents) * int(re.sub(r"\D", "", kind)) // 8 for kind, extents in shapes]
-    return max(sizes) if started and sizes else sum(sizes)

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.rewriting import stored_decisions
+from scheduler.rewriting.decided import collectives
 from scheduler.rewriting.lowering import NOT_PARTITIONED
 from scheduler.rewriting.stored_decisions import find
-from scheduler.rewriting.trial import collectives
 
 pytestmark = pytest.mark.slow
 
