@@ -121,7 +121,7 @@ def test_equal_kernels_are_one_line_with_their_number():
 
 
 def decided(plain_s, tuned_s, rounds=12, **given):
-    """What `Trial` decides for these times of one call, with a kernel for a product."""
+    """What `FunctionTrial` decides for these times of one call, with a kernel for a product."""
     problem, schedule = MATMUL.problem(m=8, n=8, k=8, dtype="float32"), (("tile_m", 8),)
     replaced = (Replaced("matmul", problem, "interpret", schedule, "tried"),)
     times = {"plain": Seconds((plain_s,) * rounds), "tuned": Seconds((tuned_s,) * rounds)}
