@@ -113,6 +113,7 @@ def trace_context() -> Any:
 
 def dispatched(
     name: str,
+    fn: Callable[..., Any],
     select: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, tuple[Any, ...], dict[str, Any]] | None],
     static: tuple[tuple[int, ...], tuple[str, ...]],
 ) -> Callable[..., Any]:
@@ -121,6 +122,7 @@ def dispatched(
     The key of JAX includes the structure, shapes, dtypes and placement of the arguments, and `trace_context`.
 
     Args:
+      fn: What is called under `jax.disable_jit`.
       select: From the arguments of a call with a new key to a `jax.stages.Compiled` and the arguments that it takes,
         without the static ones. None makes this call, and later ones with this key, return `NotImplemented`.
       static: Indices and names of the static arguments.
@@ -141,7 +143,7 @@ def dispatched(
 
     keys, shard = pxla.JitGlobalCppCacheKeys(), pxla.cc_shard_arg
     function: Callable[..., Any] = pjit._jax.pjit(  # type: ignore[attr-defined]
-        name, None, miss, list(static[0]), list(static[1]), keys, tree_util.dispatch_registry, shard
+        name, fn, miss, list(static[0]), list(static[1]), keys, tree_util.dispatch_registry, shard
     )
     return function
 

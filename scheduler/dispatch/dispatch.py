@@ -203,12 +203,13 @@ def forget(operation: Operation[Any]) -> None:
         _changes += 1
 
 
-def settings() -> tuple[int, str | None, str | None]:
-    """Returns values that change whenever `options` or `planned.in_force` may return other values for equal arguments.
+def changes() -> int:
+    """Returns how often decisions were dropped: `options` may return others for equal arguments after each change.
 
-    They are no part of JAX's own key of a call, as targets and plans are that a context sets.
+    Environment variables are read again after a change only. Targets and plans of a context are a part of JAX's key of
+    a call.
     """
-    return _changes, os.environ.get(ENVIRONMENT), os.environ.get(planned.ENVIRONMENT)
+    return _changes
 
 
 def user_cache() -> Cache:

@@ -169,11 +169,24 @@ class Optimized:
         self._current_options()  # raises errors in the arguments now
         functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
         self.__name__: str = _name(fn)
-        # Calls the version of known arguments. Made again if the settings change, under which it selects versions.
+        # Calls the version of known arguments, while `dispatch.changes` is `_changes`, which is None for functions of
+        # modules.
         self._dispatched: Any = None
-        self._settings: Any = None
+        self._changes: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._changes != dispatch.changes():
+            return self._call_prepared(args, kwargs)
+        try:
+            result = self._dispatched(*args, **kwargs)
+        except lowering_compat.InternalFloatingPointError as error:
+            raise self._invalid(error) from None
+        except BaseException:
+            self._changes = None  # JAX no longer keeps a program for these arguments
+            raise
+        return self._call_undispatched(args, kwargs) if result is NotImplemented else result
+
+    def _call_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._fn(*args, **kwargs)
         if self._always_opened is None:
@@ -185,17 +198,11 @@ class Optimized:
                 self._by_library, self._always_opened = None, True
         if self._always_opened:
             return self._call_opened(args, kwargs)
-        if (settings := dispatch.settings()) != self._settings:
-            self._dispatched = lowering_compat.dispatched(self.__name__, self._select, self._static)
-            self._settings = settings
-        try:
-            result = self._dispatched(*args, **kwargs)
-        except lowering_compat.InternalFloatingPointError as error:
-            raise self._invalid(error) from None
-        except BaseException:
-            self._settings = None  # JAX no longer keeps a program for these arguments
-            raise
-        return self._call_undispatched(args, kwargs) if result is NotImplemented else result
+        # Read first: the decision of this call may be a change.
+        changes = dispatch.changes()
+        self._dispatched = lowering_compat.dispatched(self.__name__, self._fn, self._select, self._static)
+        self._changes = changes
+        return self(*args, **kwargs)
 
     def _must_open(self) -> bool:
         fn = module_libraries.unwrapped_flax(self._fn)
@@ -210,7 +217,7 @@ class Optimized:
         with self._library_guard:
             if self._by_library is None:
                 self._by_library = self._jitted_by_library()
-                self._always_opened = self._by_library is None
+                self._always_opened, self._changes = self._by_library is None, None
 
     def _jitted_by_library(self) -> Any:
         if module_libraries.is_equinox_jitted(self._fn):
@@ -321,7 +328,7 @@ class Optimized:
         """Drops all decisions and compiled versions."""
         with self._guard:
             self._table.clear()
-        self._settings = None
+        self._changes = None
         self._jitted.clear_cache()
         if self._inner is not None:
             self._inner.clear_cache()
@@ -387,7 +394,7 @@ class Optimized:
                     self._table[key] = version
                     while len(self._table) > MOST_VERSIONS:
                         self._table.popitem(last=False)
-                        self._settings = None  # drops the version's program
+                        self._changes = None  # drops the version's program
             finally:
                 with self._guard:
                     self._deciding.pop(key, None)

@@ -108,11 +108,23 @@ def test_dropped_decisions_and_another_policy_decide_again(monkeypatch):
     fast(X)
     assert len(fast.decisions) == 2
     monkeypatch.setenv("TILE_SCHEDULER_ON_MISS", "xla")
+    fast(X)  # the environment is read after a reload
+    dispatch.reload()
     with pytest.raises(ValueError, match="on_miss='xla' needs the backend 'xla'"):
         fast(X)
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS")
     fast(X)
-    assert len(fast.decisions) == 2
+    assert len(fast.decisions) == 3
+
+
+def test_without_jit_the_plain_function_runs():
+    fast, seen = scheduler.optimize(lambda x: seen.append(x) or x @ x, **ON_CPU), []
+    fast(X)
+    with jax.disable_jit():
+        fast(X)
+    traced, plain = seen[0], seen[-1]
+    assert isinstance(traced, jax.core.Tracer)
+    assert not isinstance(plain, jax.core.Tracer)
 
 
 def test_a_call_that_failed_can_succeed_later(keys):
