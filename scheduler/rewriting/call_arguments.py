@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scheduler.core.errors import SchedulerError
+from scheduler.rewriting.call_tree import NONE, NUMBERS, Names
 
-Static = tuple[tuple[int, ...], tuple[str, ...]]
-_NUMBERS = (bool, int, float, complex)
 # Of many arguments, a report has this many texts, and the arrays of a parameter by name up to this number.
 MOST_TYPES, MOST_NAMED = 6, 3
 # Types of concrete arrays seen so far.
@@ -32,7 +31,7 @@ class CallArguments:
 
     def __init__(
         self,
-        static: Static,
+        static: Names,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         parameters: Callable[[], Sequence[str]] = tuple,
@@ -94,7 +93,7 @@ class CallArguments:
     @property
     def numbers(self) -> bool:
         """Whether `dynamic` contains Python numbers."""
-        return any(isinstance(x, _NUMBERS) for x in self.leaves)
+        return any(isinstance(x, NUMBERS) for x in self.leaves)
 
     def devices(self) -> list[jax.Device]:
         """Returns the devices of this process that hold arrays of the arguments."""
@@ -109,7 +108,7 @@ class CallArguments:
     def text(self) -> str:
         """Returns shapes and dtypes as text. If there are many, it has the names of arrays, and sums of parameters."""
         if self._shown is not None:
-            return CallArguments(((), ()), *self._shown(*self.args, **self.kwargs), self._parameters).text()
+            return CallArguments(NONE, *self._shown(*self.args, **self.kwargs), self._parameters).text()
         texts = [_type_text(x) for x in self.leaves]
         if len(texts) > MOST_TYPES:
             names, given = self._parameters(), dict[str, list[Any]]()
@@ -137,7 +136,7 @@ def _leaf_key(x: Any) -> Any:
         return x.aval, _normalized(x.sharding, x.ndim), x.committed
     if isinstance(x, np.ndarray | np.generic):
         return x.shape, x.dtype
-    if isinstance(x, _NUMBERS):
+    if isinstance(x, NUMBERS):
         return type(x)
     raise TypeError(f"expected an array, found {type(x).__name__}")
 
