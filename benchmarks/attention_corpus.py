@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.dispatch.primitive import library
-from scheduler.functions.rewriting import Found, Rewriter
+from scheduler.rewriting.passes import Found, Rewriter
 
 Array = jax.Array
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 2, 128, 4, 2, 32, 2

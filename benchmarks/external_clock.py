@@ -37,10 +37,10 @@ from rich.table import Table
 
 from scheduler.core import hardware as chips
 from scheduler.core.records import Record
-from scheduler.functions.interleaved import interleaves_on, sample_seconds
 from scheduler.measure.buffers import copying, elsewhere, rotating_sets
 from scheduler.measure.pool import start_runner
 from scheduler.measure.timer import MOST_SETTLING
+from scheduler.rewriting.interleaved import interleaves_on, sample_seconds
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import jax_compat, load

@@ -20,9 +20,9 @@ from typing import IO, Any
 from harness import ROOT
 
 from scheduler.core.hardware import CPU
-from scheduler.functions.equations import ProblemCount
-from scheduler.functions.problem_report import job_text
 from scheduler.measure.gpu import Gpu
+from scheduler.rewriting.equations import ProblemCount
+from scheduler.rewriting.problems import job_text
 from scheduler.search.jobs import Task
 from scheduler.store.database import CACHE_VARIABLE
 

@@ -29,8 +29,8 @@ from whole_functions import Run, distances, kernel_times, wall_times, worst
 import scheduler
 from scheduler.core import hardware
 from scheduler.dispatch import dispatch
-from scheduler.functions.collectives import collectives
 from scheduler.measure.runner import environment
+from scheduler.rewriting.decided import collectives
 from search_spaces import load
 
 # Rows of one of `tokens` are divided over the first axis of a mesh, columns of the hidden layer over the second.

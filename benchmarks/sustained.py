@@ -34,10 +34,10 @@ from scipy.stats import kendalltau
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import key_of
-from scheduler.functions.interleaved import interleaves_on, sample_seconds
 from scheduler.measure.runner import environment as measured
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import prune
+from scheduler.rewriting.interleaved import interleaves_on, sample_seconds
 from scheduler.store.store import Store
 from search_spaces import Operation, Problem, jax_compat, load
 

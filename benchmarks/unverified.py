@@ -28,11 +28,11 @@ from harness import environment, write_result
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import CPU, Hardware
 from scheduler.core.records import Failure, Measurement, Schedule
-from scheduler.functions.interleaved import interleaves_on
 from scheduler.measure import absent_gpu, buffers, build, runner, timer
-from scheduler.measure.build import Builder, Built
+from scheduler.measure.build import Built, CandidateBuilder
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.worker_process import WITHOUT_GPU
+from scheduler.rewriting.interleaved import interleaves_on
 from search_spaces import Kernel, Operation, Problem
 from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.target import Target
@@ -118,7 +118,7 @@ Prepared = tuple[Operands | Failure, dict[str, Built | Failure]]
 
 def prepared(cases: Sequence[Case], hardware: Hardware) -> list[Prepared]:
     """Compiles the programs of libraries and of vendors for several problems, and draws their operands, in threads."""
-    builder = Builder(hardware)
+    builder = CandidateBuilder(hardware)
 
     def operands(case: Case) -> Operands | Failure:
         try:
@@ -229,7 +229,7 @@ class Compiler:
         self.hardware, self._folder = hardware, folder
         infer_layouts_sooner()
         absent = hardware.platform != CPU.platform
-        self._builder = Builder(hardware, device=absent_gpu.device(hardware) if absent else None)
+        self._builder = CandidateBuilder(hardware, device=absent_gpu.device(hardware) if absent else None)
         self._lowering = functools.partial(absent_gpu.compiling_for, hardware) if absent else contextlib.nullcontext
 
     def compile(self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule) -> dict[str, str]:
@@ -256,7 +256,7 @@ def loaded(found: Mapping[str, str], kernel: Kernel[Any, Any], problem: Problem,
         stage, _, reason = found["failure"].partition(": ")
         return Failure(stage, reason)  # type: ignore[arg-type]
     if "path" not in found:
-        return Builder(chips.detect()).build(kernel, problem, schedule)
+        return CandidateBuilder(chips.detect()).build(kernel, problem, schedule)
     path = Path(found["path"])
     try:
         return build.load(path)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scheduler.core import hardware
-from scheduler.functions import interleaved
+from scheduler.rewriting import interleaved
 from search_spaces import jax_compat
 
 Run = Callable[[], Any]

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     )
     from scheduler.core.plan import Plan
     from scheduler.decorator import autotune
-    from scheduler.functions.optimize import optimize
-    from scheduler.functions.plan import plan
-    from scheduler.functions.problems import problems
-    from scheduler.functions.rewrite import rewrite
     from scheduler.grouped_calls import tuned_gated_ragged_dot, tuned_ragged_dot
     from scheduler.measure.replay import Replay
     from scheduler.product_calls import tuned_gated_matmul, tuned_scaled_matmul
+    from scheduler.rewriting.optimize import optimize
+    from scheduler.rewriting.plan import plan
+    from scheduler.rewriting.problems import problems
+    from scheduler.rewriting.rewrite import rewrite
     from scheduler.row_calls import (
         rows,
         tuned_cross_entropy,
@@ -95,11 +95,11 @@ tile_scheduler.warn()
 _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "PlanError", "SchedulerError", "StoreError", "WorkerError")
 _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "autotune": "scheduler.decorator",
-    "optimize": "scheduler.functions.optimize",
-    "problems": "scheduler.functions.problems",
-    "rewrite": "scheduler.functions.rewrite",
+    "optimize": "scheduler.rewriting.optimize",
+    "problems": "scheduler.rewriting.problems",
+    "rewrite": "scheduler.rewriting.rewrite",
     "Plan": "scheduler.core.plan",
-    "plan": "scheduler.functions.plan",
+    "plan": "scheduler.rewriting.plan",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
     "threefry13": "search_spaces.random_bits",

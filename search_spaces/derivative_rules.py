@@ -22,7 +22,7 @@ from search_spaces.recognise import Inlined, Node, Value, between, constants, gr
 _WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-class Known(NamedTuple):
+class KnownRule(NamedTuple):
     """A function with a rule that equals the derivative of its equations.
 
     Attributes:
@@ -50,17 +50,17 @@ def _relu6(x: jax.Array) -> jax.Array:
 
 
 # By the name of the function that has the rule. `rows.formulas` adds its own functions.
-KNOWN: dict[str, Known] = {
+KNOWN: dict[str, KnownRule] = {
     # max(x, 0) is x for x > 0 and 0 for x < 0: its derivative is 1 and 0. At 0 the rule gives 0.
-    "relu": Known(1, lambda _: [jax.nn.relu], _relu),
+    "relu": KnownRule(1, lambda _: [jax.nn.relu], _relu),
     # min(max(x, 0), 6): its derivative is 1 between 0 and 6, else 0. At 0 and 6 the rule gives 0.
-    "relu6": Known(1, lambda _: [jax.nn.relu6], _relu6),
+    "relu6": KnownRule(1, lambda _: [jax.nn.relu6], _relu6),
     # out = log(e^x + e^y), and d out / dx = e^x / (e^x + e^y) = e^(x - out).
-    "logaddexp": Known(2, lambda _: [jnp.logaddexp, lambda x, _: jax.nn.softplus(x)]),
+    "logaddexp": KnownRule(2, lambda _: [jnp.logaddexp, lambda x, _: jax.nn.softplus(x)]),
     # d log(1 - e^-x) / dx = e^-x / (1 - e^-x) = 1 / (e^x - 1).
-    "log1mexp": Known(1, lambda _: [jax.nn.log1mexp]),
+    "log1mexp": KnownRule(1, lambda _: [jax.nn.log1mexp]),
     # y = e^x / sum(e^x), and dy = y dx - y sum(e^x dx) / sum(e^x) = y (dx - sum(y dx)).
-    "_softmax": Known(2, lambda axes: [*map(_softmax, range(axes))]),
+    "_softmax": KnownRule(2, lambda axes: [*map(_softmax, range(axes))]),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -128,6 +128,18 @@ def _flat(items: Iterable[Node | Inlined]) -> Iterator[Node]:
             yield item
         else:
             yield from _flat(item.items)
+
+
+def live(graph: Graph, replaced: Collection[int] = ()) -> set[int]:
+    """Returns the ``id`` of each equation that a result or an effect needs; arrays of `replaced` need none."""
+    effects = [node for node in graph.nodes if node.equation.effects]
+    found, left = {id(node) for node in effects}, [*graph.results, *(x for node in effects for x in node.inputs)]
+    while left:
+        value = left.pop()
+        if value.node is not None and id(value) not in replaced and id(value.node) not in found:
+            found.add(id(value.node))
+            left += value.node.inputs
+    return found
 
 
 def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
@@ -266,7 +278,7 @@ _SAME = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
+class RegionStage:
     """Arrays of a region that one tuned call computes.
 
     Attributes:
@@ -296,7 +308,7 @@ class Region:
       shown: the equations to report, by their source lines.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RegionStage, ...]
     roots: tuple[Value, ...]
     shown: tuple[Node, ...]
 
@@ -483,11 +495,19 @@ def program_text(nodes: Sequence[Node], known: Sequence[Value], results: Sequenc
     return f"{';'.join(texts)}->{','.join(map(name, results))}"
 
 
-def evaluate(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[Value]) -> list[Any]:
+def evaluate(
+    nodes: Sequence[Node],
+    known: Mapping[int, Any],
+    results: Sequence[Value],
+    compute: Callable[[Node, Sequence[Any]], Sequence[Any]] = lambda node, args: lowering_compat.evaluate_equation(
+        node.equation, *args
+    ),
+) -> list[Any]:
     """Computes arrays by equations in order.
 
     Args:
       known: arrays that are given, by the ``id`` of their values.
+      compute: ``compute(node, args)`` returns the results of an equation.
     """
     values = dict(known)
 
@@ -495,6 +515,6 @@ def evaluate(nodes: Sequence[Node], known: Mapping[int, Any], results: Sequence[
         return values.get(id(x), x.literal)
 
     for node in nodes:
-        found = lowering_compat.evaluate_equation(node.equation, *map(read, node.inputs))
+        found = compute(node, [*map(read, node.inputs)])
         values.update((id(x), each) for x, each in zip(node.results, found, strict=True) if id(x) not in known)
     return [read(x) for x in results]

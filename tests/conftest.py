@@ -85,11 +85,11 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS", raising=False)
     monkeypatch.delenv("TILE_SCHEDULER_PLAN", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("scheduler.functions.interleaved.SAMPLE_S", 0.02)  # nothing here tells a few percent apart
+    monkeypatch.setattr("scheduler.rewriting.interleaved.SAMPLE_S", 0.02)  # nothing here tells a few percent apart
     # No test finds what another one decided: not of a call, of which a process keeps decisions, nor of a function.
     if "scheduler.dispatch.dispatch" in sys.modules:
         sys.modules["scheduler.dispatch.dispatch"].reload()
-    monkeypatch.setattr("scheduler.functions.stored_decisions.find", lambda _: None)
+    monkeypatch.setattr("scheduler.rewriting.stored_decisions.find", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

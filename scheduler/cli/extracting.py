@@ -44,9 +44,9 @@ def extract(
 
     from scheduler.core.hardware import find
     from scheduler.dispatch import calls
-    from scheduler.functions import named
-    from scheduler.functions.optimize import optimize
-    from scheduler.functions.problems import fake_mesh, problems, to_json
+    from scheduler.rewriting import named
+    from scheduler.rewriting.optimize import optimize
+    from scheduler.rewriting.problems import fake_mesh, problems, to_json
 
     with contextlib.ExitStack() as contexts:
         with usage_errors():
@@ -174,11 +174,11 @@ def shards_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
 
 def shards_job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
     """Returns the distinct problems of one device as a job."""
-    from scheduler.functions import problem_report
-    from scheduler.functions.equations import ProblemCount
+    from scheduler.rewriting.equations import ProblemCount
+    from scheduler.rewriting.problems import job_text
 
     problems = dict.fromkeys(way.divided.problem for way in ways)
-    return problem_report.job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
+    return job_text([ProblemCount(operation, problem, 1, (), 0.0) for problem in problems], of)
 
 
 # ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ _STAGES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Coordinates:
     """Coordinates of a problem among those with the same pattern.
 
     Attributes:
@@ -44,11 +44,11 @@ class Place:
         return math.fsum(self.sums)
 
 
-def place_of(problem: str) -> Place:
+def place_of(problem: str) -> Coordinates:
     """Returns the coordinates of a problem, given as canonical text; defined for any text."""
     sizes = [math.log2(int(size)) for size in _SIZE.findall(problem)]
     pattern = hashlib.sha256(_SIZE.sub("#", problem).encode(errors="surrogatepass")).hexdigest()[:16]
-    return Place(pattern, tuple(math.fsum(sizes[start::SUMS]) for start in range(SUMS)))
+    return Coordinates(pattern, tuple(math.fsum(sizes[start::SUMS]) for start in range(SUMS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Near:
     within: float
     most: int
 
-    def places(self, within: float) -> list[tuple[Place, float]]:
+    def places(self, within: float) -> list[tuple[Coordinates, float]]:
         """Returns places and radii to search; together they contain all similar problems within `within`."""
         return [(place_of(text), within - apart + _ROUNDING) for text, apart in self.spellings if apart <= within]
 

@@ -180,6 +180,11 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or _safe(c) else ascii(c)[1:-1] for c in text)
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def one_line(text: str) -> str:
     """Returns `printable` text with newlines and tabs escaped, too: for a log, a warning or a name."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")

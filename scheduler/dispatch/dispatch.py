@@ -240,7 +240,7 @@ class _Decisions:
         with self._lock((operation, problem, platform, options.target)):
             if (known := self.decisions.get(key)) is not None:
                 return known
-            decision = _Selection(operation, problem, platform, options, self.cache).decide()
+            decision = _ScheduleSelection(operation, problem, platform, options, self.cache).decide()
             chip, backend = decision.target.kind, decision.kernel.backend
             log.debug("%s %s on %s: %s is selected: %s", operation.name, problem, chip, backend, decision.reason)
             if len(self.decisions) >= MOST_DECISIONS:
@@ -261,7 +261,7 @@ class _Decisions:
 
 
 @dataclasses.dataclass
-class _Selection:
+class _ScheduleSelection:
     """The selection of a schedule for one call."""
 
     operation: Operation[Any]

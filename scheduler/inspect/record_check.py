@@ -35,7 +35,7 @@ UNFITTED_FACTOR = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class RecordFinding:
     """Why a record should not be shared.
 
     Attributes:
@@ -52,7 +52,7 @@ class Finding:
         return f"line {self.line}: {self.kind}: {self.reason}"
 
 
-def check_file(path: Path) -> tuple[int, list[Finding]]:
+def check_file(path: Path) -> tuple[int, list[RecordFinding]]:
     """Returns the number of records in a file, and the findings, at most one per kind and record.
 
     Raises:
@@ -61,7 +61,7 @@ def check_file(path: Path) -> tuple[int, list[Finding]]:
     """
     lines = [line for line in enumerate(sources.read(str(path)).text().split("\n"), start=1) if line[1].strip()]
     first_line: dict[Key, int] = {}
-    findings: list[Finding] = []
+    findings: list[RecordFinding] = []
     for number, line in lines:
         try:
             record = codec.record_from_text(line)
@@ -70,13 +70,13 @@ def check_file(path: Path) -> tuple[int, list[Finding]]:
             operation, problem, chip = _key_parts(record)
             _require_schema(line, record)
         except ValueError as error:
-            findings.append(Finding(number, "schema", str(error)))
+            findings.append(RecordFinding(number, "schema", str(error)))
             continue
         _require_jax(record, path)
         if reason := _illegal(operation, problem, chip, record):
-            findings.append(Finding(number, "legality", f"{record.key}: {reason}"))
+            findings.append(RecordFinding(number, "legality", f"{record.key}: {reason}"))
         elif reason := "; ".join(_implausible(operation, problem, chip, record)):
-            findings.append(Finding(number, "times", f"{record.key}: {reason}"))
+            findings.append(RecordFinding(number, "times", f"{record.key}: {reason}"))
     return len(lines), findings
 
 

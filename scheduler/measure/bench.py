@@ -27,7 +27,7 @@ from scheduler.measure.buffers import (
     rotating_sets,
     timing_conditions,
 )
-from scheduler.measure.build import STRICT_ERRORS, Builder, Built, first_line, raised_in_callback
+from scheduler.measure.build import STRICT_ERRORS, Built, CandidateBuilder, first_line, raised_in_callback
 from scheduler.measure.protocol import Caution, Finding, Step
 from scheduler.measure.verification import (
     UNWRITTEN,
@@ -95,13 +95,13 @@ class Bench:
         hardware: Hardware,
         *,
         l2: L2 = "cold",
-        builder: Builder | None = None,
+        builder: CandidateBuilder | None = None,
         exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
         announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
-        self._builder = builder or Builder(hardware, announce)
+        self._builder = builder or CandidateBuilder(hardware, announce)
         self._exclusive, self._announce, self._has_device = exclusive, announce, False
         self._clock, self._l2 = timing_conditions(problem, hardware, l2)
         # Start the clock and its compilation now, not later while this bench holds the device lock.

@@ -176,7 +176,7 @@ class Built(NamedTuple):
     traced: str
 
 
-class Builder:
+class CandidateBuilder:
     """Lowers and compiles candidates in this process.
 
     Args:

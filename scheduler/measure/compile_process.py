@@ -24,7 +24,7 @@ from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure
 from scheduler.measure import absent_gpu
 from scheduler.measure.buffers import prepare
-from scheduler.measure.build import Builder, Built, save, saved_digest
+from scheduler.measure.build import Built, CandidateBuilder, save, saved_digest
 from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import serve
 from scheduler.measure.protocol import Answer, Init, Programs, Request, Step
@@ -54,10 +54,10 @@ class Compiling:
         infer_layouts_sooner()
         self._lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if self.target.platform == CPU.platform:
-            self._device, self._builder = jax.devices("cpu")[0], Builder(self._hardware, announce)
+            self._device, self._builder = jax.devices("cpu")[0], CandidateBuilder(self._hardware, announce)
         else:
             self._device = absent_gpu.device(self._hardware)
-            self._builder = Builder(self._hardware, announce, self._device)
+            self._builder = CandidateBuilder(self._hardware, announce, self._device)
             self._lowering = lambda: absent_gpu.compiling_for(self._hardware)
 
     def answer(self, request: Request) -> Answer:

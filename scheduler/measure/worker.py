@@ -21,7 +21,7 @@ from scheduler.core.records import Failure, Outcome, Schedule, Stage
 from scheduler.measure import build
 from scheduler.measure.bench import Bench
 from scheduler.measure.bench_cache import BenchCache
-from scheduler.measure.build import Builder, Built, first_line
+from scheduler.measure.build import Built, CandidateBuilder, first_line
 from scheduler.measure.conversation import converse, mismatch_reason
 from scheduler.measure.fork_server import channel_to_parent
 from scheduler.measure.gpu import Gpu
@@ -97,7 +97,7 @@ class Measuring:
         return None
 
 
-class _Loader(Builder):
+class _Loader(CandidateBuilder):
     """Loads candidates from files, and compiles those without a file.
 
     Args:

@@ -61,7 +61,7 @@ def call_with_timeout(location: str, query: Callable[[], T]) -> T:
     left_s = TIMEOUT_S - _waited_s.get(location, 0.0)
     if left_s <= 0:
         raise _timeout_error(location)
-    request = _Request(query)
+    request = _StoreRequest(query)
     in_time, waited_s = request.ended_within(left_s)
     if waited_s > PROMPT_S or not in_time:
         with _lock:
@@ -71,7 +71,7 @@ def call_with_timeout(location: str, query: Callable[[], T]) -> T:
     return request.answer()
 
 
-class _Request(Generic[T]):
+class _StoreRequest(Generic[T]):
     """A request to a store, and the thread that runs it."""
 
     def __init__(self, query: Callable[[], T]) -> None:

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from scheduler.core.neighbours import SUMS, place_of
 
-# Coordinates of a record's problem among similar ones (`neighbours.Place`), and whether its times are estimates.
+# Coordinates of a record's problem among similar ones (`neighbours.Coordinates`), and whether its times are estimates.
 SUM_COLUMNS = tuple(f"size_{index}" for index in range(SUMS))
 PLACE = ("pattern", "estimated", "size", *SUM_COLUMNS)
 # `record` and `trial` contain the complete text, which is read back. The other columns repeat values for SQL queries

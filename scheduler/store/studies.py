@@ -82,7 +82,7 @@ class Studies:
         self._database = database
         self._lock = threading.Lock()
         self._storage: RDBStorage | None = None
-        self._open: dict[tuple[Key, tuple[str, str, str]], _Study] = {}
+        self._open: dict[tuple[Key, tuple[str, str, str]], _OptunaStudy] = {}
 
     def prepare(self) -> None:
         """Creates Optuna's tables if they are missing, ahead of the first trial."""
@@ -105,7 +105,7 @@ class Studies:
                 self._open[key, _versions(environment)] = study = self._begin(storage, key, environment)
                 self._write(study, trials, parameters)
 
-    def _write(self, study: _Study, trials: Sequence[Trial], parameters: Described | None) -> bool:
+    def _write(self, study: _OptunaStudy, trials: Sequence[Trial], parameters: Described | None) -> bool:
         """Saves trials in a study; returns False if the study is gone or has other choices of a parameter.
 
         A dashboard may delete a study. Choices change with the kernel, and Optuna requires the same choices of a
@@ -253,19 +253,19 @@ class Studies:
                     f"{self._database.location}: trial {number} of {Key(*names)} is skipped, it is malformed ({error})"
                 )
 
-    def _search(self, storage: RDBStorage, key: Key, environment: Environment) -> _Study:
+    def _search(self, storage: RDBStorage, key: Key, environment: Environment) -> _OptunaStudy:
         """Returns the study of the current search."""
         place = key, _versions(environment)
         if place not in self._open:
             query = sa.select(SEARCHES.c.study).where(*_is(key), SEARCHES.c.finished == _NO, *_under(environment))
             for (name,) in self._database.select(query.order_by(SEARCHES.c.id.desc()).limit(1)):
                 with contextlib.suppress(KeyError):  # a dashboard deleted the study
-                    self._open[place] = _Study(storage.get_study_id_from_name(name))
+                    self._open[place] = _OptunaStudy(storage.get_study_id_from_name(name))
         if place not in self._open:
             self._open[place] = self._begin(storage, key, environment)
         return self._open[place]
 
-    def _begin(self, storage: RDBStorage, key: Key, environment: Environment) -> _Study:
+    def _begin(self, storage: RDBStorage, key: Key, environment: Environment) -> _OptunaStudy:
         """Starts a search. Its study is created first, because a search without a study could not be read."""
         from optuna.study import StudyDirection
 
@@ -276,7 +276,7 @@ class Studies:
             storage.set_study_user_attr(study, attribute, value)
         with self._database.write() as connection:
             connection.execute(sa.insert(SEARCHES), {**vars(key), "study": name, **vars(environment), "finished": 0})
-        return _Study(study)
+        return _OptunaStudy(study)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[RDBStorage]:
@@ -326,7 +326,7 @@ class Studies:
 
 
 @dataclasses.dataclass
-class _Study:
+class _OptunaStudy:
     """A study of Optuna.
 
     Attributes:
@@ -344,7 +344,7 @@ def _identity(trial: Trial) -> tuple[int, Versioned]:
     return trial.number, versioned(trial)
 
 
-def _inserted(connection: sa.Connection, study: _Study, frozen: FrozenTrial) -> int:
+def _inserted(connection: sa.Connection, study: _OptunaStudy, frozen: FrozenTrial) -> int:
     """Inserts a trial without its values, and returns its id."""
     count = sa.select(sa.func.count()).select_from(_TRIALS).where(_TRIALS.c.study_id == study.id)
     row = {

@@ -22,7 +22,7 @@ from search_spaces.attention.problem import (
     zero_keys,
     zero_queries,
 )
-from search_spaces.flash_attention import kernels, regions
+from search_spaces.flash_attention import kernels, pattern
 from search_spaces.flash_attention.kernels import CudnnFlashAttention, InterpretedFlashAttention, XlaFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
@@ -36,7 +36,7 @@ from search_spaces.sharding import Sharding
 # Calls that `FlashAttentionProblem` cannot express run in XLA.
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """Options of a call of `scheduler.tuned_flash_attention`.
 
     `left` and `right` are the bounds of the window; None means no bound.
@@ -75,7 +75,7 @@ def bind(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r} is no finite number above 0")
     q_lengths, kv_lengths = (jnp.asarray(x) if isinstance(x, list | tuple) else x for x in (q_lengths, kv_lengths))
-    how = Options(bool(causal), scale, *bounds(window), softcap, bool(return_lse))
+    how = CallOptions(bool(causal), scale, *bounds(window), softcap, bool(return_lse))
     of = Lengths(q_lengths, kv_lengths)
     posed = _problem(q, k, v, of, how)
     if isinstance(posed, str):
@@ -92,7 +92,7 @@ def bind(
     return BoundCall(posed, operands, restore, given)
 
 
-def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
+def answer(q: Any, k: Any, v: Any, of: Lengths, how: CallOptions) -> Any:
     """Computes attention in plain JAX, in float64 for float64 operands.
 
     Invalid operands raise the error of `jax.nn.dot_product_attention` if that function supports the options.
@@ -133,7 +133,7 @@ class _Unposed(Bounds):
     Extents may be 0, and any dtype is allowed.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, of: Lengths, how: Options) -> None:
+    def __init__(self, q: Any, k: Any, v: Any, of: Lengths, how: CallOptions) -> None:
         if any(x.ndim != 4 for x in (q, k, v)):
             raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are not [batch, length, heads, head_dim]")
         (self.batch, self.q_len, self.heads, self.head_dim), (_, self.kv_len, self.kv_heads, _) = q.shape, k.shape
@@ -158,7 +158,7 @@ class _Unposed(Bounds):
         return self._right
 
 
-def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentionProblem | str:
+def _problem(q: Any, k: Any, v: Any, of: Lengths, how: CallOptions) -> FlashAttentionProblem | str:
     given = {"q": q, "k": k, "v": v} | {f"{name}_lengths": x for name, x in of._asdict().items() if x is not None}
     if reason := unsupported_reason(given):
         return reason
@@ -291,7 +291,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_bwd=vjp_bwd,
     front_end=bind,
     equations={jax_compat.CUDNN_ATTENTION: kernels.problem_of_equation},
-    regions=regions.find,
+    regions=pattern.find,
     shard=shard,
 )
 

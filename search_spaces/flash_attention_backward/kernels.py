@@ -129,7 +129,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
         softcap: float = SOFTCAP,
     ) -> tuple[jax.Array, ...]:
         p, s = problem, schedule
-        block = _Block(p, s, p.default_scale() if scale is None else scale, softcap)
+        block = _LogitsBlock(p, s, p.default_scale() if scale is None else scale, softcap)
         q, k, v, out, lse, d_out, *rest = args
         of = p.lengths(args)
         (q, d_out), (k, v) = zero_queries(p, of, q, d_out), zero_keys(p, of, k, v)
@@ -144,7 +144,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
         return *zero_queries(p, of, dq), *zero_keys(p, of, dk, dv)
 
 
-class _Block:
+class _LogitsBlock:
     """The gradients of one block of logits."""
 
     def __init__(self, p: FlashAttentionBackwardProblem, s: InterpretedAttention, scale: float, softcap: float) -> None:
@@ -162,7 +162,7 @@ class _Block:
         return probabilities.astype(q.dtype), (d_x * self.scale).astype(q.dtype)
 
 
-def _dq(block: _Block, by_row: Any, by_column: Any, lengths: Any) -> jax.Array:
+def _dq(block: _LogitsBlock, by_row: Any, by_column: Any, lengths: Any) -> jax.Array:
     p, s = block.problem, block.schedule
     q, d_out, *statistics = by_row
     k, v = by_column
@@ -197,7 +197,7 @@ def _dq(block: _Block, by_row: Any, by_column: Any, lengths: Any) -> jax.Array:
     return result
 
 
-def _dkv(block: _Block, by_row: Any, by_column: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+def _dkv(block: _LogitsBlock, by_row: Any, by_column: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
     """Computes dk and dv; a grid step iterates over the heads of a group, so that its sums are complete."""
     p, s = block.problem, block.schedule
     q, d_out, *statistics = by_row

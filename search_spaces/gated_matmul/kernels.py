@@ -97,7 +97,7 @@ def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretSchedule:
+class InterpretGatedSchedule:
     """Tile extents of the result and of k. Consecutive tiles lie along n."""
 
     tile_m: int
@@ -105,7 +105,7 @@ class InterpretSchedule:
     tile_k: int
 
 
-class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
+class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretGatedSchedule]):
     backend = "interpret"
     version = 1
     most_elements = INDICES_OF_32_BITS
@@ -113,11 +113,11 @@ class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
         return not_interpreted(target)
 
-    def space(self, problem: GatedMatmulProblem, target: Target) -> Space[InterpretSchedule]:
+    def space(self, problem: GatedMatmulProblem, target: Target) -> Space[InterpretGatedSchedule]:
         p = problem
         largest = cdiv(p.m, 512) * cdiv(p.n, 512) * cdiv(p.k, 512)
         return Space(
-            InterpretSchedule,
+            InterpretGatedSchedule,
             choices={"tile_m": tile_extents(p.m), "tile_n": tile_extents(p.n), "tile_k": tile_extents(p.k)},
             rules={
                 # An interpreted grid step costs about a millisecond whatever it computes.
@@ -159,7 +159,13 @@ class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
         )
 
     def run(
-        self, problem: GatedMatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
+        self,
+        problem: GatedMatmulProblem,
+        schedule: InterpretGatedSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        **params: Any,
     ) -> jax.Array:
         p, s = problem, schedule
         x, weights, biases = p.apart(args)

@@ -21,7 +21,7 @@ from search_spaces.problem import Problem, TakeRows, Tolerance, scaled
 DTYPES = ("bfloat16", "float16")
 
 
-class Operands(NamedTuple):
+class GatedOperands(NamedTuple):
     """One value per operand of a problem; weights and biases are one, or the gate's and then the other factor's."""
 
     x: Any
@@ -109,19 +109,19 @@ class GatedMatmulProblem(Problem):
         shapes += [(self.bias, (columns,))] * (count if self.bias else 0)
         return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for dtype, shape in shapes)
 
-    def named(self, args: Sequence[Any]) -> Operands:
+    def named(self, args: Sequence[Any]) -> GatedOperands:
         """Names values that are given in the order of `operands`."""
         count = 2 if self.pair else 1
-        return Operands(args[0], tuple(args[1 : 1 + count]), tuple(args[1 + count :]))
+        return GatedOperands(args[0], tuple(args[1 : 1 + count]), tuple(args[1 + count :]))
 
-    def apart(self, args: Sequence[jax.Array]) -> Operands:
+    def apart(self, args: Sequence[jax.Array]) -> GatedOperands:
         """Splits joined operands into the operands of a pair."""
         x, weights, biases = self.named(args)
         if self.pair:
-            return Operands(x, weights, biases)
+            return GatedOperands(x, weights, biases)
         (w,), n = weights, self.n
         halves = (w[:n], w[n:]) if self.transpose_w else (w[:, :n], w[:, n:])
-        return Operands(x, halves, tuple(half for bias in biases for half in (bias[:n], bias[n:])))
+        return GatedOperands(x, halves, tuple(half for bias in biases for half in (bias[:n], bias[n:])))
 
     @property
     def gate(self) -> MatmulProblem:

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,27 @@ RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", "bfloat16", "float32")}
 )
 DTYPES = tuple(RESULTS)
-PRECISIONS = ("default", "high", "highest")
+PRECISIONS: tuple[Literal["default", "high", "highest"], ...] = ("default", "high", "highest")
+
+
+def rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
+    """Converts a precision of `jnp.matmul` to `MatmulProblem.precision`, or to None if only XLA supports it."""
+    precision = precision_of(precision)
+    if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
+        precision = precision[0]
+    if not isinstance(precision, str | lax.Precision):
+        return None
+    known = {lax.Precision(name): name for name in PRECISIONS}
+    try:
+        return known[lax.Precision(precision)]
+    except ValueError:
+        return None
+
+
+def precision_of(precision: Any) -> Any:
+    """Returns the precision of a call, or JAX's configured default if the call has none."""
+    config: Any = jax.config  # these options are not attributes for a type checker in 0.10
+    return (config.jax_default_matmul_precision or "default") if precision is None else precision
 
 
 class Operands(NamedTuple):

@@ -16,8 +16,8 @@ from jax import lax
 
 from search_spaces import jax_compat
 from search_spaces.front_end import in_front, require_array, unsupported_reason, weakly_typed
-from search_spaces.matmul import epilogue, rounding
-from search_spaces.matmul.problem import RESULTS
+from search_spaces.matmul import epilogue
+from search_spaces.matmul.problem import RESULTS, rounding
 from search_spaces.operation import BoundCall, KernelName, Kernels, Operation, Unsupported
 from search_spaces.ragged_dot import kernels
 from search_spaces.ragged_dot.equations import boundaries_of_sizes, equation_of

@@ -118,7 +118,7 @@ class XlaRaggedDotWeights(LibraryKernel[RaggedDotWeightsProblem]):
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretSchedule:
+class InterpretRaggedSchedule:
     """Extents of tiles along rows, n and k."""
 
     tile_m: int
@@ -126,11 +126,11 @@ class InterpretSchedule:
     tile_k: int
 
 
-def _space(p: GroupedProblem, steps: Any) -> Space[InterpretSchedule]:
+def _space(p: GroupedProblem, steps: Any) -> Space[InterpretRaggedSchedule]:
     """Returns the schedules; ``steps(tile_m, tile_n, tile_k)`` is the number of grid steps."""
     largest = steps(512, 512, 512)
     return Space(
-        InterpretSchedule,
+        InterpretRaggedSchedule,
         choices={"tile_m": tile_extents(p.rows), "tile_n": tile_extents(p.n), "tile_k": tile_extents(p.k)},
         rules={
             # An interpreted grid step costs about a millisecond whatever it computes.
@@ -139,7 +139,7 @@ def _space(p: GroupedProblem, steps: Any) -> Space[InterpretSchedule]:
     )
 
 
-class _InterpretRows(Kernel[Any, InterpretSchedule]):
+class _InterpretRows(Kernel[Any, InterpretRaggedSchedule]):
     """A tile of the result adds the products of its rows with the matrix of each group that has rows in it.
 
     A row of another group adds zero in place of such a product, which may be NaN.
@@ -153,7 +153,7 @@ class _InterpretRows(Kernel[Any, InterpretSchedule]):
     def supports(self, problem: Any, target: Target) -> str | None:
         return not_interpreted(target)
 
-    def space(self, problem: Any, target: Target) -> Space[InterpretSchedule]:
+    def space(self, problem: Any, target: Target) -> Space[InterpretRaggedSchedule]:
         p = problem
         return _space(p, lambda m, n, k: cdiv(p.rows, m) * cdiv(p.n, n) * cdiv(p.k, k))
 
@@ -191,7 +191,9 @@ class _InterpretRows(Kernel[Any, InterpretSchedule]):
         (acc,) = accs
         return acc
 
-    def run(self, problem: Any, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+    def run(
+        self, problem: Any, schedule: InterpretRaggedSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
         p, s = problem, schedule
         lhs, *factors, boundaries = args
         grid = cdiv(p.rows, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
@@ -268,7 +270,7 @@ class InterpretGatedRaggedDot(_InterpretRows):
         return epilogue.apply(gate, activation=problem.activation) * up
 
 
-class InterpretRaggedDotWeights(Kernel[RaggedDotWeightsProblem, InterpretSchedule]):
+class InterpretRaggedDotWeights(Kernel[RaggedDotWeightsProblem, InterpretRaggedSchedule]):
     """A tile of a group's matrix adds the products of blocks of the group's rows, in which other rows are zeros."""
 
     backend = "interpret"
@@ -278,7 +280,7 @@ class InterpretRaggedDotWeights(Kernel[RaggedDotWeightsProblem, InterpretSchedul
     def supports(self, problem: RaggedDotWeightsProblem, target: Target) -> str | None:
         return not_interpreted(target)
 
-    def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[InterpretSchedule]:
+    def space(self, problem: RaggedDotWeightsProblem, target: Target) -> Space[InterpretRaggedSchedule]:
         p = problem
         return _space(p, lambda m, n, k: p.groups * cdiv(p.k, k) * cdiv(p.n, n))
 
@@ -310,7 +312,7 @@ class InterpretRaggedDotWeights(Kernel[RaggedDotWeightsProblem, InterpretSchedul
     def run(
         self,
         problem: RaggedDotWeightsProblem,
-        schedule: InterpretSchedule,
+        schedule: InterpretRaggedSchedule,
         target: Target,
         /,
         *args: Any,

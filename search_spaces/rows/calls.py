@@ -237,7 +237,7 @@ def bind_program(
     kinds += ["shared" if x.ndim else "number" for x in captured]
     rows += [x.shape for x in captured]
     x64 = bool(jax.config.read("jax_enable_x64"))
-    origin = Origin(function, statics, tuple(kinds), x64, digest(jaxpr), jaxpr)
+    origin = ProgramOrigin(function, statics, tuple(kinds), x64, digest(jaxpr), jaxpr)
     found = _program(origin)
     if isinstance(found, str):
         return Unsupported(found, answer)
@@ -304,7 +304,7 @@ def _traced(run: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class ProgramOrigin:
     """The function of which a program was derived, as a parameter of the call.
 
     Custom derivatives of a function, such as those of `jax.lax.stop_gradient`, are not in its program.
@@ -340,7 +340,7 @@ class Origin:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(origin: Origin) -> tuple[str, int, Written] | str:
+def _program(origin: ProgramOrigin) -> tuple[str, int, Written] | str:
     """Returns the program's text, its segments and its function; or why there is none."""
     try:
         program, segments = trace(*origin.traceable)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.derivative_rules import KNOWN, Known
+from search_spaces.derivative_rules import KNOWN, KnownRule
 from search_spaces.front_end import require_array
 from search_spaces.operation import BoundCall, Operation, Unsupported
 from search_spaces.rows.calls import RowFunction, bind_formula, inner_of
@@ -77,8 +77,8 @@ def _softmax_with_lse_tangent(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 # p = e^x / sum(e^x), and dp = p (dx - sum(p dx)). lse = log(sum(e^x)), and dlse = sum(e^x dx) / sum(e^x) = sum(p dx).
-KNOWN["_row_softmax"] = Known(1, lambda _: [_row_softmax])
-KNOWN["_row_softmax_with_lse"] = Known(1, lambda _: [_row_softmax_with_lse])
+KNOWN["_row_softmax"] = KnownRule(1, lambda _: [_row_softmax])
+KNOWN["_row_softmax_with_lse"] = KnownRule(1, lambda _: [_row_softmax_with_lse])
 
 
 def softmax_with_lse(x: jax.Array) -> tuple[jax.Array, jax.Array]:

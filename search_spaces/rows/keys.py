@@ -35,7 +35,7 @@ def key_of(words: Sequence[Any], impl: Any) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class RandomKey:
     """A random key per row, in place of an atom of an `Array`."""
 
     words: tuple[Atom, ...]
@@ -48,7 +48,7 @@ def _random_seed(*_: Any) -> Array:
 
 @rule("random_wrap")
 def _keys(_t: Trace, _node: Node, words: Array) -> Array:
-    keys = [Key(tuple(each)) for each in words.blocks.reshape(-1, words.blocks.shape[-1])]
+    keys = [RandomKey(tuple(each)) for each in words.blocks.reshape(-1, words.blocks.shape[-1])]
     return Array(objects(keys, words.blocks.shape[:-1]), vector=False)
 
 

@@ -20,9 +20,10 @@ from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Library, LibraryKer
 from search_spaces.operation import KernelName, Kernels, Operation
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rows.builder import NoProgram
-from search_spaces.rows.calls import Origin, bind_program
+from search_spaces.rows.calls import ProgramOrigin, bind_program
 from search_spaces.rows.derivative import Derivative, differentiate
 from search_spaces.rows.named import Formula, FormulaProblem, problem_type
+from search_spaces.rows.pattern import find
 from search_spaces.rows.problem import (
     ProgramAlongProblem,
     ProgramAlongTangentProblem,
@@ -34,7 +35,6 @@ from search_spaces.rows.problem import (
     shard,
 )
 from search_spaces.rows.program import evaluate
-from search_spaces.rows.regions import find
 from search_spaces.space import Columns, Space
 from search_spaces.target import Target, not_interpreted
 
@@ -170,7 +170,7 @@ def _derivative(p: RowProblem, params: Mapping[str, Any]) -> Derivative | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_function(origin: Origin) -> Derivative | None:
+def _of_function(origin: ProgramOrigin) -> Derivative | None:
     try:
         with jax.enable_x64(origin.x64):
             return differentiate(*origin.traceable)
@@ -179,7 +179,7 @@ def _of_function(origin: Origin) -> Derivative | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _has_own_rules(origin: Origin) -> bool:
+def _has_own_rules(origin: ProgramOrigin) -> bool:
     """Returns whether the gradient of a function may not be that of its program, as of a straight-through estimator."""
     function, arrays, _ = origin.traceable
     with jax.enable_x64(origin.x64):

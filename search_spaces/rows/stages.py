@@ -34,7 +34,7 @@ class Reducer(Protocol):
     def broadcast(self, reduced: jax.Array, /) -> jax.Array: ...
 
 
-class Reduced(Protocol):
+class RowStatistics(Protocol):
     """How parts of a row become one number of a row.
 
     Attributes:
@@ -162,7 +162,7 @@ class _CentredSquares:
         return count, pivot + away, jnp.where(overflow, squares, about)
 
 
-_SEVERAL: dict[str, Reduced] = {"sum_exp": _SumOfExponentials(), "centred_squares": _CentredSquares()}
+_SEVERAL: dict[str, RowStatistics] = {"sum_exp": _SumOfExponentials(), "centred_squares": _CentredSquares()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +177,14 @@ class Stage:
     number: int
 
     @functools.cached_property
-    def reductions(self) -> tuple[tuple[Reduced, Any, tuple[int, int | None]], ...]:
+    def reductions(self) -> tuple[tuple[RowStatistics, Any, tuple[int, int | None]], ...]:
         """Each reduction, the value that it reduces, and the values of the program that are its results."""
         all_of = {(e.name, e.inputs[0]): i for i in self.program.stages[self.number] if (e := self.program.equation(i))}
-        found: list[tuple[Reduced, Any, tuple[int, int | None]]] = []
+        found: list[tuple[RowStatistics, Any, tuple[int, int | None]]] = []
         given = {(_SEVERAL[name].also, atom) for name, atom in all_of if name in _SEVERAL}
         for (name, atom), value in all_of.items():
             if (name, atom) not in given:
-                reduced: Reduced = _SEVERAL[name] if name in _SEVERAL else _Plain(name)
+                reduced: RowStatistics = _SEVERAL[name] if name in _SEVERAL else _Plain(name)
                 found.append((reduced, atom, (value, all_of.get((reduced.also, atom)))))
         return tuple(found)
 

@@ -25,7 +25,7 @@ BLOCK = 128
 LARGEST_SCALE = 2.0
 
 
-class Operands(NamedTuple):
+class ScaledOperands(NamedTuple):
     """One value per operand, by name."""
 
     a: Any

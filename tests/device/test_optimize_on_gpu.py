@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import scheduler
-from scheduler.functions import interleaved
+from scheduler.rewriting import interleaved
 
 WIDTH, HIDDEN = 4096, 14336
 

@@ -13,7 +13,7 @@ STEP = """
     import sys
     import jax, jax.numpy as jnp
     import scheduler
-    from scheduler.functions import interleaved
+    from scheduler.rewriting import interleaved
 
     def step(x, w):
         return jax.nn.softmax((x @ w).astype(jnp.float32)).astype(x.dtype)

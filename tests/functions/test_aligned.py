@@ -9,8 +9,8 @@ import pytest
 from jax.extend import core
 
 from scheduler.core import hardware as chips
-from scheduler.functions.rewriting import Rewriter
 from scheduler.model.cost import CostModel
+from scheduler.rewriting.passes import Rewriter
 from search_spaces.matmul import MatmulProblem
 from search_spaces.problem import nbytes
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import call_arguments, optimize
+from scheduler.rewriting import call_arguments, optimize
 
 ON_CPU = {"backends": "interpret", "keep": "tuned"}
 X = jnp.arange(64.0).reshape(8, 8) / 64
@@ -50,8 +50,8 @@ def calls():
 @pytest.fixture
 def keys(monkeypatch):
     """The arguments for which a key was made in Python."""
-    made, key = [], call_arguments.Arguments.key
-    monkeypatch.setattr(call_arguments.Arguments, "key", lambda self: made.append(self) or key(self))
+    made, key = [], call_arguments.CallArguments.key
+    monkeypatch.setattr(call_arguments.CallArguments, "key", lambda self: made.append(self) or key(self))
     return made
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scheduler.functions.comparison import Comparison
+from scheduler.rewriting.comparison import Comparison
 
 WEIGHTS, KEYS = (64, 256), (256, 32)
 PLACES = [jax.ShapeDtypeStruct(WEIGHTS, jnp.float32), jax.ShapeDtypeStruct(KEYS, jnp.bfloat16)]

@@ -14,10 +14,10 @@ import pytest
 import scheduler
 from scheduler.core import status_line
 from scheduler.core.status_line import StatusLine
-from scheduler.functions import trial
-from scheduler.functions.decided import Decided
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import trial
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -121,7 +121,7 @@ def test_equal_kernels_are_one_line_with_their_number():
 
 
 def decided(plain_s, tuned_s, rounds=12, **given):
-    """What `Trial` decides for these times of one call, with a kernel for a product."""
+    """What `FunctionTrial` decides for these times of one call, with a kernel for a product."""
     problem, schedule = MATMUL.problem(m=8, n=8, k=8, dtype="float32"), (("tile_m", 8),)
     replaced = (Replaced("matmul", problem, "interpret", schedule, "tried"),)
     times = {"plain": Seconds((plain_s,) * rounds), "tuned": Seconds((tuned_s,) * rounds)}

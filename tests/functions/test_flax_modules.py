@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 import scheduler
-from scheduler.functions import optimize
-from scheduler.functions.pure import pure_call
+from scheduler.rewriting import optimize
+from scheduler.rewriting.pure import pure_call
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import lowering
-from scheduler.functions.equations import replacing_operations
+from scheduler.rewriting import lowering
+from scheduler.rewriting.equations import replacing_operations
 from search_spaces import fingerprint
 from search_spaces.flash_attention import FLASH_ATTENTION
 from search_spaces.operation import MatchedEquation

@@ -10,7 +10,8 @@ from jax import lax
 
 from search_spaces.fingerprint import all_equations
 from search_spaces.kernel import Library
-from search_spaces.matmul import MATMUL, problem_of_dot_general
+from search_spaces.matmul import MATMUL
+from search_spaces.matmul.equations import problem_of_dot_general
 from search_spaces.target import Target
 
 pytestmark = pytest.mark.slow

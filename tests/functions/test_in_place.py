@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.buffer_callback import buffer_callback
 
 from scheduler.core import cuda_driver
-from scheduler.functions import in_place
-from scheduler.functions.in_place import Copy, InPlace
+from scheduler.rewriting import in_place
+from scheduler.rewriting.in_place import Copy, InPlace
 
 
 class Buffer:

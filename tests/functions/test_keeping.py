@@ -7,9 +7,9 @@ import pytest
 
 import scheduler
 from scheduler.dispatch.stored import Times
-from scheduler.functions import comparison, interleaved, keeping, lowering
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import comparison, interleaved, lowering, trial
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 from search_spaces.matmul import MATMUL
 
 
@@ -70,7 +70,7 @@ def test_a_group_that_slows_the_function_down_is_dropped_and_the_others_are_kept
     assert fast.endswith("kept")
     assert f"  group: {slow}\n" in report
     (dropped,) = decision.dropped
-    assert (dropped.problem.m, dropped.reason) == (8, keeping.DROPPED)
+    assert (dropped.problem.m, dropped.reason) == (8, trial.DROPPED)
     assert "  1 kind of matmul stays with XLA: m=8 n=8 k=8 dtype=float32: the function is not slower" in report
     assert [sorted(labels)[:2] for labels in rounds] == [["plain", "tuned"]] * 2
 
@@ -80,7 +80,7 @@ def test_a_tie_is_kept_only_if_it_needs_less_memory(timed, monkeypatch, bytes_wi
     def peak_bytes(version):
         return bytes_without if sizes(version.lowered) == {8, 2} else 60
 
-    monkeypatch.setattr(keeping.Version, "peak_bytes", property(peak_bytes))
+    monkeypatch.setattr(trial.Version, "peak_bytes", property(peak_bytes))
     timed({"plain": 10, "tuned": 11, without(8): 8, without(4): 11, without(2): 12, "rest": 7})
     decision, _ = optimized(products, *squares(8, 4, 2))
     assert sizes(decision) == kept
@@ -120,11 +120,11 @@ def test_the_prediction_is_the_sum_of_what_each_kernel_saves_as_often_as_it_runs
         return Replaced("matmul", problem, "mosaic_gpu", (), "", times=times, alone=alone)
 
     replaced = [kernel(3, Times(1e-3, 2e-3)), kernel(1, Times(2e-3, 1e-3)), kernel(5, None)]
-    assert keeping.predicted_gain_s(replaced) == pytest.approx(2e-3)
+    assert trial.predicted_gain_s(replaced) == pytest.approx(2e-3)
     for tuned_ms, expected in [(8.1, True), (8.3, False), (10.1, False)]:
         tuned, plain = Seconds((tuned_ms * 1e-3,) * 12), Seconds((10e-3,) * 12)
-        assert keeping.gains_as_predicted(tuned, plain, replaced) == expected
-    assert not keeping.gains_as_predicted(plain, plain, [kernel(1, None)])
+        assert trial.gains_as_predicted(tuned, plain, replaced) == expected
+    assert not trial.gains_as_predicted(plain, plain, [kernel(1, None)])
 
 
 def test_at_most_seven_versions_are_compiled_and_the_last_group_holds_the_rest(timed):
@@ -168,7 +168,7 @@ def test_a_group_without_which_results_differ_is_kept(timed, monkeypatch):
     found = iter([None, "result[0] differs", None])
     monkeypatch.setattr(comparison, "disagreement", lambda *_: next(found))
     timed({"plain": 10, "tuned": 9, "without": 8})
-    monkeypatch.setattr(keeping, "predicted_gain_s", lambda _: 5e-3)
+    monkeypatch.setattr(trial, "predicted_gain_s", lambda _: 5e-3)
     decision, _ = optimized(products, *squares(8, 4))
     assert (decision.kept, len(decision.replaced)) == ("tuned", 1)
     (kept,) = (each for each in decision.groups if each.endswith("kept"))

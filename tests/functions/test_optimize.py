@@ -14,12 +14,12 @@ from jax.extend import core
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.functions import comparison, in_place
-from scheduler.functions.decided import NONE_ON_A_CPU
-from scheduler.functions.equations import replacing_operations
-from scheduler.functions.in_place import Copy
-from scheduler.functions.rewriting import Rewritten
 from scheduler.prediction.predict import predict
+from scheduler.rewriting import comparison, in_place
+from scheduler.rewriting.decided import NONE_ON_A_CPU
+from scheduler.rewriting.equations import replacing_operations
+from scheduler.rewriting.in_place import Copy
+from scheduler.rewriting.passes import Rewritten
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -395,7 +395,7 @@ def test_operands_are_freed_once_they_are_compared(monkeypatch):
 
 @pytest.mark.parametrize("change", [lambda x: x + 1e-2, lambda x: x[::-1], lambda x: x.at[0, 0].set(7.0)])
 def test_a_function_that_is_put_together_wrongly_leaves_xlas_with_a_warning(monkeypatch, change):
-    monkeypatch.setattr("scheduler.functions.lowering.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
+    monkeypatch.setattr("scheduler.rewriting.lowering.with_tuned_calls", lambda jaxpr, *_, **__: changed(jaxpr))
 
     def changed(jaxpr):
         run = jax.make_jaxpr(lambda *args: [change(x) for x in core.jaxpr_as_fun(jaxpr)(*args)])

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import stored_decisions
-from scheduler.functions.collectives import collectives
-from scheduler.functions.lowering import NOT_PARTITIONED
-from scheduler.functions.stored_decisions import find
+from scheduler.rewriting import stored_decisions
+from scheduler.rewriting.decided import collectives
+from scheduler.rewriting.lowering import NOT_PARTITIONED
+from scheduler.rewriting.stored_decisions import find
 
 pytestmark = pytest.mark.slow
 

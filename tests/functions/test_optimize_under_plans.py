@@ -14,9 +14,9 @@ from test_plans import PROBLEM, A, B, plan_of
 
 import scheduler
 from scheduler import Plan, SchedulerError
-from scheduler.functions import comparison, decided, interleaved, keeping
-from scheduler.functions.decided import PLANNED, SEVERAL_PROCESSES
-from scheduler.functions.interleaved import Seconds
+from scheduler.rewriting import comparison, decided, interleaved, trial
+from scheduler.rewriting.decided import PLANNED, SEVERAL_PROCESSES
+from scheduler.rewriting.interleaved import Seconds
 from search_spaces.matmul import MatmulProblem
 
 
@@ -100,7 +100,7 @@ def test_a_dropped_group_is_left_to_xla_with_its_reason_and_the_plan_has_the_tim
     fast(*ones(8, 4))
     plan = fast.plan()
     assert backends(plan) == {8: "xla", 4: "interpret"}
-    assert [each.reason for each in plan.answers if each.backend == "xla"] == [keeping.DROPPED]
+    assert [each.reason for each in plan.answers if each.backend == "xla"] == [trial.DROPPED]
     (figure,) = plan.figures
     assert (figure.plan_s, figure.xla_s) == (8e-3, 10e-3)
     assert figure.verdict.startswith("uses 1 kernel: 1.25 times as fast")

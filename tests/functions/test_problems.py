@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import scheduler
 from scheduler import tuned_matmul
-from scheduler.functions.problems import to_json
+from scheduler.rewriting.problems import to_json
 
 pytest.importorskip("flax")
 from flax import nnx

@@ -16,7 +16,7 @@ from operations import DOUBLE
 
 import scheduler
 from scheduler import tuned, tuned_flash_attention, tuned_gated_matmul, tuned_matmul, tuned_rms_norm, tuned_softmax
-from scheduler.functions.problems import to_json
+from scheduler.rewriting.problems import to_json
 from scheduler.store import misses
 from scheduler.store.store import Store, default_url
 

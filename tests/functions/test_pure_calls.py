@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import scheduler
-from scheduler.functions.pure import pure_call
+from scheduler.rewriting.pure import pure_call
 
 
 def batch(rows):

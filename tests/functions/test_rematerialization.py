@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from scheduler.functions.rewriting import Rewriter
+from scheduler.rewriting.passes import Rewriter
 
 X, W = (jax.random.normal(jax.random.key(i), (1024, 1024), jnp.float32) / 32 for i in range(2))
 BIAS = jnp.linspace(-1.0, 1.0, 1024)

@@ -17,8 +17,8 @@ from jax.extend import core
 import scheduler
 from scheduler.cli.app import main
 from scheduler.dispatch.primitive import library
-from scheduler.functions import comparison, noise
-from scheduler.functions.rewriting import Rewriter
+from scheduler.rewriting import comparison, noise
+from scheduler.rewriting.passes import Rewriter
 from scheduler.search import jobs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -11,10 +11,10 @@ from jax.extend import core
 import scheduler
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.primitive import tuned_call
-from scheduler.functions import comparison, noise
-from scheduler.functions.rewriting import Rewriter
+from scheduler.rewriting import comparison, noise
+from scheduler.rewriting.passes import Rewriter
 from search_spaces import recognise
-from search_spaces.rows import one_row, regions, written
+from search_spaces.rows import pattern, written
 
 pytestmark = pytest.mark.slow_but_first
 
@@ -24,8 +24,8 @@ B, S, D, F, V = 4, 16, 32, 64, 48
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Lets small arrays be worth a kernel, and XLA compute the programs, not the equations that they stand for."""
-    monkeypatch.setattr(regions, "LEAST_BYTES", 1)
-    monkeypatch.setattr(one_row, "remember", lambda text, function: None)
+    monkeypatch.setattr(pattern, "LEAST_BYTES", 1)
+    monkeypatch.setattr(pattern, "remember", lambda text, function: None)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -307,7 +307,7 @@ def test_optimize_runs_programs_and_names_their_lines():
 
 
 def test_the_reference_of_a_region_is_its_equations(monkeypatch):
-    monkeypatch.setattr(one_row, "remember", written.remember)
+    monkeypatch.setattr(pattern, "remember", written.remember)
 
     def normalized(x):
         most = jnp.max(jnp.abs(x), -1, keepdims=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from scheduler.functions.rewriting import Rewriter
+from scheduler.rewriting.passes import Rewriter
 
 LOGITS = np.random.default_rng(0).standard_normal((3, 5, 7), np.float32)
 # Some are counted from the end, and some are out of bounds.

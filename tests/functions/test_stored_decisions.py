@@ -11,8 +11,8 @@ from values import record
 
 import scheduler
 from scheduler.dispatch import dispatch
-from scheduler.functions import comparison, interleaved, lowering, stored_decisions
-from scheduler.functions.stored_decisions import find
+from scheduler.rewriting import comparison, interleaved, lowering, stored_decisions
+from scheduler.rewriting.stored_decisions import find
 from search_spaces import load, lowering_compat
 
 ON_CPU = {"backends": "interpret"}

@@ -17,7 +17,7 @@ from operations import DOUBLE
 import scheduler
 from scheduler import tuned_flash_attention, tuned_matmul, tuned_ragged_dot, tuned_rms_norm, tuned_softmax
 from scheduler.cli.app import main
-from scheduler.functions import named
+from scheduler.rewriting import named
 from scheduler.search import jobs
 
 SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)

@@ -13,7 +13,7 @@ from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.build import Builder, save
+from scheduler.measure.build import CandidateBuilder, save
 from scheduler.measure.conversation import Timeouts
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
@@ -134,11 +134,11 @@ def test_in_one_process_too_whatever_a_candidate_does_is_its_own_failure_and_the
 
 
 def test_a_program_that_calls_python_is_compiled_where_it_runs_not_for_an_absent_device(tmp_path):
-    elsewhere = Builder(CPU, device=jax.devices("cpu")[0])
+    elsewhere = CandidateBuilder(CPU, device=jax.devices("cpu")[0])
     problem, schedule = FaultyProblem(8, "wrong forgetful"), [{"number": 0}, {"number": 1}]
     kernel = FAULTY.kernel("scripted")
     moved, left = (elsewhere.build(kernel, problem, each) for each in schedule)
     assert save(moved, tmp_path / "moved")
     assert left.run is None
     assert not save(left, tmp_path / "left")
-    assert left.traced == Builder(CPU).build(kernel, problem, schedule[1]).traced
+    assert left.traced == CandidateBuilder(CPU).build(kernel, problem, schedule[1]).traced

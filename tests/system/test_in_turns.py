@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scheduler.functions import interleaved
-from scheduler.functions.interleaved import Seconds, is_faster, margin_of, time_interleaved
 from scheduler.measure import gpu
+from scheduler.rewriting import interleaved
+from scheduler.rewriting.interleaved import Seconds, is_faster, margin_of, time_interleaved
 
 
 class Device:

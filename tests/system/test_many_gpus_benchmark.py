@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import hardware
-from scheduler.functions.collectives import collectives
+from scheduler.rewriting.decided import collectives
 from scheduler.store.store import shipped
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -164,7 +164,7 @@ def test_a_package_in_its_place_says_nothing():
 # What readers meet: files and functions of a size that one can follow, and the field's words.
 
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-MOST_LINES = 500
+MOST_LINES = 700
 MOST_NESTED = 4
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
 
@@ -207,7 +207,7 @@ def test_no_function_is_nested_deeper_than_four():
     assert not deep
 
 
-def test_no_file_is_longer_than_500_lines():
+def test_no_file_is_longer_than_700_lines():
     long = {str(path.relative_to(ROOT)) for path in SOURCES if len(path.read_text().splitlines()) > MOST_LINES}
     assert not long
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scheduler.cli import extracting
 from scheduler.cli.app import main
-from scheduler.functions import named
 from scheduler.inspect import shards
+from scheduler.rewriting import named
 from scheduler.search import jobs
 from search_spaces import OPERATIONS, load
 

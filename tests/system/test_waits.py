@@ -27,8 +27,8 @@ import warnings
 import jax.numpy as jnp
 import scheduler
 from scheduler.store import cache
-asked, ask = [], cache._Request._run
-cache._Request._run = lambda request: asked.append(request) or ask(request)
+asked, ask = [], cache._StoreRequest._run
+cache._StoreRequest._run = lambda request: asked.append(request) or ask(request)
 a = jnp.ones((64, 64))
 scheduler.tuned_softmax(a, backends="xla")
 with warnings.catch_warnings(record=True) as told:

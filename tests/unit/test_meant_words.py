@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler.cli.app import app
 from scheduler.core import hardware
-from scheduler.functions.optimize import optimize
+from scheduler.rewriting.optimize import optimize
 from scheduler.search import jobs
 from search_spaces import load
 from search_spaces.flash_attention.problem import FlashAttentionProblem

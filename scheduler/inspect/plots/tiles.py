@@ -34,7 +34,7 @@ _RESULT_TEXT, _LEFT_TEXT = 4.4, 1.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LaunchTiles:
     """The tiles of a launch, along two axes of its grid.
 
     Attributes:
@@ -86,17 +86,17 @@ def tiles(case: Case, *, backend: str | None = None, dark: bool = False) -> Figu
         return made
 
 
-def _plan(f: Footprint, case: Case) -> Plan:
+def _plan(f: Footprint, case: Case) -> LaunchTiles:
     extents = tuple(int(np.max(extent)) for extent in f.grid)
     order = walk(extents, int(np.max(f.minor)), int(np.max(f.group)), snake=f.snake)
     long = sorted(sorted(range(len(extents)), key=lambda axis: -extents[axis])[:2])
     columns = long[1] if len(long) > 1 and min(extents[axis] for axis in long) > 1 else None
     rows = long[0] if columns is not None else max(range(len(extents)), key=lambda axis: extents[axis])
     at_once = int(np.max(concurrent(f, case.hardware)))
-    return Plan(f, rows, columns, extents, order, at_once, max(1, round(float(np.max(f.steps)))))
+    return LaunchTiles(f, rows, columns, extents, order, at_once, max(1, round(float(np.max(f.steps)))))
 
 
-def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> None:
+def _draw(made: Figure, plan: LaunchTiles, loads: Sequence[Operand], look: Theme) -> None:
     """Draws the result, with the operands for its rows to the left and those for its columns above."""
     moved = [(n, load) for n, load in enumerate(loads) if np.max(load.bytes) > 0]
     left = [(n, load) for n, load in moved if plan.rows in load.axes and plan.columns not in load.axes]
@@ -116,7 +116,7 @@ def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> No
     _legend(made.add_subplot(grid[1, 2]), plan, look)
 
 
-def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
+def _result(axes: Axes, plan: LaunchTiles, look: Theme) -> tuple[int, int]:
     """Draws tiles in the colour of their wave, and the path of the first wave.
 
     Returns the numbers of rows and columns drawn.
@@ -166,7 +166,7 @@ def _blocks(axes: Axes, colours: npt.NDArray[np.float64], look: Theme) -> None:
 
 
 def _operand(
-    axes: Axes, loads: Sequence[tuple[int, Operand]], plan: Plan, count: int, touched: set[int], look: Theme, *,
+    axes: Axes, loads: Sequence[tuple[int, Operand]], plan: LaunchTiles, count: int, touched: set[int], look: Theme, *,
     upright: bool,
 ) -> None:  # fmt: skip
     """Draws blocks of operands along one axis and steps along the other. Blocks of the first wave are filled."""
@@ -188,7 +188,7 @@ def _operand(
         axes.set_title("; ".join([*words, more]), loc="center", fontsize=11)
 
 
-def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
+def _legend(axes: Axes, plan: LaunchTiles, look: Theme) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -206,7 +206,7 @@ def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
     axes.legend(handles=handles, loc="upper left", borderaxespad=0.0, bbox_to_anchor=(0, 1))
 
 
-def _shades(plan: Plan, look: Theme) -> list[tuple[float, float, float, float]]:
+def _shades(plan: LaunchTiles, look: Theme) -> list[tuple[float, float, float, float]]:
     """Returns a colour for each wave. The last colour is for all later waves."""
     from matplotlib.colors import to_rgb
 

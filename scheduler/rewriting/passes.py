@@ -1,4 +1,13 @@
-"""Replaces regions of a jaxpr, such as attention and norms, by tuned calls, and equations by others that are faster."""
+"""Replaces regions of a jaxpr, such as attention and norms, by tuned calls, and equations by others that are faster.
+
+The passes, in their order:
+
+1. Attention with its gradients (`Operation.regions`), also where a scan and the scan of its backward pass share it. The
+   pattern is `search_spaces/flash_attention/pattern.py`. Together with it, equations get other forms (`formulas.py`).
+2. Row programs (`Operation.regions_last`, `search_spaces/rows/pattern.py`), only if nothing transforms the result: a
+   softmax of an attention that was not replaced is such a program.
+3. Single equations (`Operation.equations`), such as matmuls, while JAX lowers the result (`lowering.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,19 +21,17 @@ from jax.sharding import Sharding
 
 from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
-from scheduler.functions import equations
-from scheduler.functions.comparison import TunedCall
-from scheduler.functions.evaluation import Changes, Evaluation, Replacement, Scan, retraced
+from scheduler.core.text import error_text
+from scheduler.rewriting import equations, formulas
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.evaluation import Changes, Evaluation, Replacement, Scan, retraced
 from search_spaces import (
     OPERATIONS,
-    aligned,
     derivative_rules,
     fingerprint,
     load,
     lowering_compat,
     recognise,
-    remat,
-    scatters,
 )
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -184,27 +191,19 @@ class Rewriter:
         for node in graph.nodes:
             if id(node) not in pairs and (changed := self._with_bodies(node, count)) is not None:
                 bodies[id(node)] = changed
-        if self._pass.platform is None:
+        if (platform := self._pass.platform) is None:
             return Changes(tuple(regions), bodies, pairs)
-        formulas = {node: each for node in graph.nodes if (each := self._formula(node)) is not None}
-        of_backward = remat.backward(graph.items, equations.is_backward)
-        again = {id(each.value): each for each in remat.recomputed(graph, of_backward)}
-        texts = {node: text for node, (_, text) in formulas.items()}
-        texts |= {each.expensive: remat.text_of(each.expensive) for each in again.values() if each.expensive}
+        forms = {node: each for node in graph.nodes if (each := formulas.other_form(node, platform)) is not None}
+        of_backward = formulas.backward(graph.items, equations.is_backward)
+        again = {id(each.value): each for each in formulas.recomputed(graph, of_backward)}
+        texts = {node: text for node, (_, text) in forms.items()}
+        texts |= {each.expensive: each.text for each in again.values() if each.expensive}
         lines = equations.lines_of(graph.items) if texts else {}
         for node, text in texts.items():
             at = Found((), 1, lines[id(node)]).source
             self._other_changes[f"{text}, for {at}" if at else text] = None
-        run = {id(node): each for node, (each, _) in formulas.items()}
+        run = {id(node): each for node, (each, _) in forms.items()}
         return Changes(tuple(regions), bodies, pairs, run, again, of_backward)
-
-    def _formula(self, node: Node) -> tuple[Callable[..., list[Any]], str] | None:
-        """Returns a faster way to compute an equation, and its description; None if there is none."""
-        if (found := scatters.as_selection(node)) is not None:
-            return found, scatters.text_of(node)
-        if self._pass.platform in aligned.PLATFORMS and (found := aligned.as_padded(node)) is not None:
-            return found, aligned.text_of(node)
-        return None
 
     def _pair(self, forward: Node, backward: Node, outer: Graph, count: int) -> dict[int, Scan]:
         """Returns replacements of the scan of a forward pass and the scan of its backward pass.
@@ -267,7 +266,7 @@ class Rewriter:
                 except SchedulerError:
                     raise
                 except Exception as error:  # any error of a kernel, compiler or device costs this region alone
-                    reason = f"{operation.name}: its kernels failed: {_text(error)}"
+                    reason = f"{operation.name}: its kernels failed: {error_text(error)}"
                 self._found.append(Found(calls, count, line, reason, key))
                 if not reason:
                     for number, stage in enumerate(each.stages):
@@ -280,7 +279,7 @@ class Rewriter:
         try:
             return [_of_operation(each, operation) for each in operation.regions(graph)]
         except Exception as error:  # equations of any kind: those of one operation are left, others are replaced
-            self._found.append(Found((), count, None, f"{operation.name}: {_text(error)}"))
+            self._found.append(Found((), count, None, f"{operation.name}: {error_text(error)}"))
             return ()
 
     def _wrong(self, region: Region, calls: Sequence[TunedCall], graph: Graph) -> str | None:
@@ -331,10 +330,6 @@ def _circular(region: Region, made: Mapping[int, Sequence[Value]]) -> str | None
                 seen.add(id(value))
                 left += made.get(id(value), () if value.node is None else value.node.inputs)
     return None
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _constants(closed: Any, graph: Graph) -> dict[int, Any]:

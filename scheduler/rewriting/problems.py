@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
+import shlex
+import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,21 +21,20 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from scheduler.core import codec
+from scheduler.core import codec, hints
 from scheduler.core import hardware as chips
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import replace_text
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
-from scheduler.core.text import mesh_text
+from scheduler.core.text import mesh_text, seconds_text
 from scheduler.dispatch import calls
-from scheduler.functions import equations, posed_calls, problem_report
-from scheduler.functions.automatic_axes import on_automatic_axes
-from scheduler.functions.equations import Body, ProblemCount, ProblemCounter, Traced
-from scheduler.functions.optimize import Optimized
-from scheduler.functions.posed_calls import PosedCall
-from scheduler.functions.pure import pure_call
-from search_spaces import fingerprint
+from scheduler.rewriting import equations, selection
+from scheduler.rewriting.equations import Body, ProblemCount, ProblemCounter, Traced
+from scheduler.rewriting.optimize import Optimized
+from scheduler.rewriting.pure import pure_call
+from scheduler.rewriting.selection import PosedCall, on_automatic_axes
+from search_spaces import OPERATIONS, fingerprint, locate
 from search_spaces.configuration import comparisons
 
 # ------------------------------------------------------------------------------
@@ -52,9 +55,9 @@ def _posed(function: Traced, over: Mesh | AbstractMesh | None, *, own: bool) -> 
     """Returns the calls of a function. If XLA partitions one of them, the function is compiled for the mesh.
 
     Args:
-      own: As in `posed_calls.recorded`.
+      own: As in `selection.recorded`.
     """
-    jaxpr, found = posed_calls.recorded(function.jaxpr, own=own, on_one_device=over is None)
+    jaxpr, found = selection.recorded(function.jaxpr, own=own, on_one_device=over is None)
     if over is not None and any(call.recorder for call in found):
         _partition(dataclasses.replace(function, jaxpr=jaxpr), over)
     return found
@@ -77,7 +80,7 @@ def _partition(function: Traced, over: Mesh | AbstractMesh) -> None:
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, constants))(*arguments)
 
     try:
-        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=posed_calls.PARTITIONING_ONLY)
+        jax.jit(run, keep_unused=True).lower(*inputs).compile(compiler_options=selection.PARTITIONING_ONLY)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]
         raise SchedulerError(
@@ -154,7 +157,7 @@ def fake_mesh(extents: Mapping[str, int]) -> Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class LeftToXla:
     """A tuned call left to XLA because no kernel can be used where XLA partitions the function over devices.
 
     Attributes:
@@ -185,10 +188,10 @@ class Problems:
     untuned: tuple[ProblemCount, ...] = ()
     loops: tuple[equations.Loop, ...] = ()
     mesh: str = ""
-    left: tuple[Left, ...] = ()
+    left: tuple[LeftToXla, ...] = ()
 
     def __repr__(self) -> str:
-        return problem_report.problems_text(self)
+        return problems_text(self)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the tuned problems as a job file for ``tile-scheduler tune --job``."""
@@ -197,7 +200,7 @@ class Problems:
     def job(self) -> str:
         """Returns the text of the job that `save` writes."""
         of = f"one device's of {self.mesh}, " if self.mesh else ""
-        return problem_report.job_text(self.tuned, f"The tuned problems of a function, {of}the most expensive first")
+        return job_text(self.tuned, f"The tuned problems of a function, {of}the most expensive first")
 
     def __iter__(self) -> Iterator[ProblemCount]:
         return iter(self.tuned)
@@ -242,7 +245,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     try:
         others = _posed(_with_regions(function, chip), over, own=False)
     except NotImplementedError:  # `optimize` leaves all to XLA then, except products inside of `shard_map`
-        others = [call for call in posed_calls.recorded(function.jaxpr)[1] if call.recorder is None]
+        others = [call for call in selection.recorded(function.jaxpr)[1] if call.recorder is None]
     partitioned = any(call.recorder for call in tuned + others)
     if optimized is not None:
         tuned, others = tuned + others, []
@@ -258,7 +261,7 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
 
 def _with_regions(function: Traced, chip: Hardware) -> Traced:
     closed = on_automatic_axes(core.ClosedJaxpr(function.jaxpr, function.constants))
-    closed = posed_calls.with_regions(closed, chip.platform)
+    closed = selection.with_regions(closed, chip.platform)
     return Traced(fingerprint.opened_jaxpr(closed), tuple(closed.consts), function.arguments)
 
 
@@ -270,13 +273,13 @@ def _counted(posed: Iterable[PosedCall], chip: Hardware) -> tuple[ProblemCount, 
     return counter.rows()
 
 
-def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[Left, ...]:
+def _left(posed: Iterable[PosedCall], chip: Hardware) -> tuple[LeftToXla, ...]:
     left = dict[str, ProblemCounter]()
     for call in posed:
         if call.recorder is not None and not call.recorder.queries:
             counter = left.setdefault(call.recorder.reason, ProblemCounter(chip))
             counter.add(call.operation, call.problem, call.count, [call.line])
-    return tuple(Left(row, reason) for reason, counter in left.items() for row in counter.rows())
+    return tuple(LeftToXla(row, reason) for reason, counter in left.items() for row in counter.rows())
 
 
 def _optimized_call(
@@ -344,3 +347,120 @@ def _row(row: ProblemCount) -> dict[str, Any]:
 
 def _line(line: Call) -> dict[str, Any]:
     return {"file": line.file, "line": line.line, "function": line.function}
+
+
+# ------------------------------------------------------------------------------
+# Formats a function's problems as text, 100 columns wide.
+
+WIDTH = 100
+
+
+def place(line: Call) -> str:
+    """Returns ``model.py:41``, with the relative path if the file is below the current directory."""
+    file = Path(line.file)
+    try:
+        name = str(file.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        name = file.name
+    return f"{name}:{line.line}" if name.isprintable() else f"{name!r}:{line.line}"
+
+
+def problem_lines(lines: Iterable[Call]) -> str:
+    return ", ".join(map(place, lines))
+
+
+def describe_problems(row: ProblemCount) -> str:
+    return f"{row.operation.name} {row.problem.brief()}"
+
+
+def times(row: ProblemCount) -> str:
+    return f"{row.count} times" if row.count > 1 else "once"
+
+
+def _notes(found: Problems) -> Iterator[str]:
+    """Yields notes on the counts and the times."""
+    if found.tuned or found.untuned:
+        yield f"Times are roofline lower bounds for {found.hardware.kind}."
+    if found.mesh:
+        yield f"Problems are those of one device; XLA partitions the function over {found.mesh}."
+    for each in found.left:
+        yield f"XLA is used for {describe_problems(each.row)}, {times(each.row)}: {each.reason}."
+    for kind, note in (
+        ("while", "all iterations of a while loop count as one"),
+        ("cond", "all branches of a cond count"),
+    ):
+        loops = [loop for loop in found.loops if loop.kind == kind]
+        if loops:
+            yield ": ".join(filter(None, (problem_lines(loop.line for loop in loops if loop.line), f"{note}.")))
+
+
+def problems_text(found: Problems) -> str:
+    """Returns the full text: for each problem its figures, and below them the lines of the user's code."""
+    total = sum(row.least_s for row in (*found.tuned, *found.untuned))
+    lines = list(_table_lines(found.tuned, total))
+    if not found.tuned and not found.left:
+        lines.append("The function makes no tuned call.")
+    if found.untuned:
+        lines.append("Not tuned; scheduler.optimize replaces these where kernels are faster:")
+        lines += _table_lines(found.untuned, total)
+    return "\n".join(lines + [line for note in _notes(found) for line in _folded(note)])
+
+
+def _table_lines(rows: Sequence[ProblemCount], total: float) -> Iterator[str]:
+    """Yields a table with the count, the minimum time of all runs, and its share of `total`, for each problem."""
+    cells = [("count", "at least", "share")] if rows else []
+    cells += [(str(row.count), seconds_text(row.least_s), f"{100 * row.least_s / total:.1f} %") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
+    yield from (f"{head}problem" for head in heads[:1])
+    for head, row in zip(heads[1:], rows, strict=True):
+        below = " " * len(head)
+        yield from _folded(describe_problems(row), head, below)
+        yield from _folded(problem_lines(row.lines), below, below)
+
+
+def _folded(text: str, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+
+
+# ------------------------------------------------------------------------------
+# Writes a function's problems as an offline job, in the format that `jobs.parse` reads.
+
+
+def job_text(rows: Sequence[ProblemCount], of: str) -> str:
+    """Returns the text of the job: a table for each problem, with its count.
+
+    An operation that no other process can load is left out, with a comment.
+
+    Args:
+      of: A description of the problems.
+    """
+    lines = [f"# {of}; on the chip that is to run it:"]
+    lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(rows)])}")
+    for row in rows:
+        lines += ["", *_table(row)]
+    return "\n".join(lines) + "\n"
+
+
+def _own(rows: Iterable[ProblemCount]) -> Iterator[str]:
+    """Yields the command line options that allow a job to load the user's code."""
+    names = (
+        hints.name(row.operation) for row in rows if row.operation.name not in OPERATIONS and locate(row.operation)
+    )
+    for name in dict.fromkeys(names):
+        yield from ("--own", name)
+
+
+def _table(row: ProblemCount) -> Iterator[str]:
+    if locate(row.operation) is None:
+        yield f"# left out: {row.operation.name} {row.problem}; its operation is no global of a module"
+        return
+    values = row.problem.non_default_fields() | (
+        {"dtype": dtype} if (dtype := getattr(row.problem, "dtype", None)) else {}
+    )
+    fields = [field.name for field in dataclasses.fields(row.problem)]
+    yield "[[problem]]" + (f"  # {problem_lines(row.lines)}" if row.lines else "")
+    yield f"operation = {json.dumps(hints.name(row.operation))}"
+    if "count" not in fields:
+        yield f"count = {row.count}"
+    yield from (f"{name} = {json.dumps(values[name])}" for name in fields if name in values)

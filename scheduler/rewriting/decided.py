@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import jax
 
 from scheduler.core.text import seconds_text
-from scheduler.functions import interleaved
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Replaced
+from scheduler.rewriting import interleaved
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Replaced
 
 # Reasons to keep a version without timing.
 XLA_IS_USED = "XLA's version is used"
@@ -77,7 +79,9 @@ class Decided:
         used = "by a kernel" if self.kept == "tuned" else "tried, and not used"
         changed = "by XLA, changed" if self.kept == "tuned" else "tried, and not used"
         if self.plain is not None and self.tuned is not None:
-            lines.append(f"  {_times_text(self.plain, self.tuned, self._tried)}")
+            tuned, plain = (seconds_text(each.median_s) for each in (self.tuned, self.plain))
+            interval = interleaved.interval_text(self.tuned, self.plain)
+            lines.append(f"  time of a call: {self._tried} {tuned}, XLA {plain}; {interval}")
         if self.plain_bytes is not None and self.tuned_bytes is not None:
             lines.append(f"  peak memory: {self._tried} {_mib(self.tuned_bytes)}, XLA {_mib(self.plain_bytes)}")
         lines += [f"  group: {each}" for each in self.groups]
@@ -98,11 +102,6 @@ def used_text(replaced: Sequence[Replaced], changes: Sequence[str]) -> str:
     counted = {"kernel": len(replaced), "other change" if replaced else "change": len(changes)}
     used = " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in counted.items() if n)
     return used if replaced else f"{used} without a kernel"
-
-
-def _times_text(plain: Seconds, tuned: Seconds, tried: str) -> str:
-    interval = interleaved.interval_text(tuned, plain)
-    return f"time of a call: {tried} {seconds_text(tuned.median_s)}, XLA {seconds_text(plain.median_s)}; {interval}"
 
 
 def share_text(plain: int | None, tuned: int | None, what: str) -> str:
@@ -141,3 +140,37 @@ def peak_bytes(compiled: Any) -> int | None:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
+
+
+# ------------------------------------------------------------------------------
+# Counts the bytes that the devices of a mesh exchange.
+
+COLLECTIVE = re.compile(
+    r"= (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+SHAPE = re.compile(r"\b([a-z]+\d+)\w*\[([\d,]*)\]")
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """Returns the number of collectives of each kind in a compiled program, and the bytes of their results on a device.
+
+    Those in a loop count once.
+    """
+    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
+    for match in COLLECTIVE.finditer(text):
+        each = found[match["kind"]]
+        each["count"] += 1
+        each["bytes"] += _bytes(match["type"], started=match[3] is not None and match["kind"] != "all-reduce")
+    return dict(found)
+
+
+def exchanged_bytes(compiled: Any) -> int:
+    """Returns the bytes of the results of all collectives of a compiled function, on one device."""
+    return sum(each["bytes"] for each in collectives(compiled.as_text()).values())
+
+
+def _bytes(type_text: str, started: bool) -> int:
+    """Returns the bytes of a result. A collective that is only started returns its operand before it, too."""
+    shapes = [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in SHAPE.findall(type_text)]
+    sizes = [math.prod(extents) * int(re.sub(r"\D", "", kind)) // 8 for kind, extents in shapes]
+    return max(sizes) if started and sizes else sum(sizes)

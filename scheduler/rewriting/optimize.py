@@ -25,15 +25,14 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.planned import InForce
-from scheduler.functions import interleaved, module_libraries, pure
-from scheduler.functions.call_arguments import Arguments
-from scheduler.functions.call_tree import has_state, parameters_of
-from scheduler.functions.decided import Decided
-from scheduler.functions.equations import replacing_operations
-from scheduler.functions.objects import is_library_jitted
-from scheduler.functions.plan import plan_of
-from scheduler.functions.pure import Outputs
-from scheduler.functions.trial import Trial
+from scheduler.rewriting import interleaved, module_libraries, pure
+from scheduler.rewriting.call_arguments import CallArguments
+from scheduler.rewriting.call_tree import has_state, is_library_jitted, parameters_of
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.equations import replacing_operations
+from scheduler.rewriting.plan import plan_of
+from scheduler.rewriting.pure import Outputs
+from scheduler.rewriting.trial import FunctionTrial
 from search_spaces import lowering_compat
 from search_spaces.space import unknown
 
@@ -161,7 +160,7 @@ class Optimized:
         self._by_library: Any = None
         self._inner: _Inner | None = None
         self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
-        self._table: collections.OrderedDict[Any, _Version] = collections.OrderedDict()
+        self._table: collections.OrderedDict[Any, _UsedVersion] = collections.OrderedDict()
         self._constants: collections.Counter[Any] = collections.Counter()
         self._guard, self._library_guard = threading.Lock(), threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
@@ -242,9 +241,9 @@ class Optimized:
         given, version = found
         return version.run, *given.dynamic
 
-    def _version(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, _Version] | None:
+    def _version(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallArguments, _UsedVersion] | None:
         """Returns the version for these arguments, decided now if need be; None if they are not arrays alone."""
-        given = Arguments(self._static, args, kwargs, self._parameters, self._shown)
+        given = CallArguments(self._static, args, kwargs, self._parameters, self._shown)
         try:
             key = (self._current_options(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)
@@ -267,7 +266,7 @@ class Optimized:
         try:
             return self._call_pure(args, kwargs, trace_numbers=not self._static_numbers)
         except _CONCRETE:
-            if self._static_numbers or not Arguments(self._static, args, kwargs).numbers:
+            if self._static_numbers or not CallArguments(self._static, args, kwargs).numbers:
                 raise
         outputs = self._call_pure(args, kwargs, trace_numbers=False)
         self._static_numbers = True
@@ -276,7 +275,7 @@ class Optimized:
     def _call_pure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trace_numbers: bool) -> Any:
         donated = lowering_compat.donated_arguments(self._jitted)
         call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=trace_numbers)
-        given = Arguments(((), ()), call.arrays, {}, call.owners)
+        given = CallArguments(((), ()), call.arrays, {}, call.owners)
         key = (self._current_options(), lowering_compat.trace_context(), given.key(), call.static)
         version = self._table.get(key)
         try:
@@ -307,7 +306,7 @@ class Optimized:
         lower = self._traceable("lower")
         if self._by_library is not None:
             return lower(*args, **kwargs)
-        given = Arguments(self._static, args, kwargs, self._parameters, self._shown)
+        given = CallArguments(self._static, args, kwargs, self._parameters, self._shown)
         return self._trial(self._current_options(), self._jitted, given).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -383,7 +382,7 @@ class Optimized:
             for operation, named in zip(self._operations, self._named, strict=True)
         )
 
-    def _decide(self, key: Any, tried: Callable[[], _Version]) -> _Version:
+    def _decide(self, key: Any, tried: Callable[[], _UsedVersion]) -> _UsedVersion:
         with self._guard:
             lock = self._deciding.setdefault(key, threading.Lock())
         with lock:
@@ -401,7 +400,7 @@ class Optimized:
                     self._deciding.pop(key, None)
             return version
 
-    def _compile_arrays(self, options_in_force: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
+    def _compile_arrays(self, options_in_force: tuple[dispatch.Options, ...], given: CallArguments) -> _UsedVersion:
         if not self._by_jax and has_state(given.dynamic):
             return _OPENED
         try:
@@ -413,7 +412,7 @@ class Optimized:
                 raise
             return _OPENED
 
-    def _compile_modules(self, key: Any, given: Arguments, call: pure.PureCall) -> _Version:
+    def _compile_modules(self, key: Any, given: CallArguments, call: pure.PureCall) -> _UsedVersion:
         if refused := self._jit_options.keys() - {*_OF_THE_WHOLE, *_MARKS}:
             raise SchedulerError(
                 f"{self.__name__} is called with modules, or updates its arguments in place, and the jax.jit options "
@@ -443,17 +442,19 @@ class Optimized:
         return self._tried(key[0], jax.jit(function, donate_argnums=donated, **options), given)
 
     @interruptible()
-    def _tried(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
+    def _tried(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: CallArguments) -> _UsedVersion:
         decided = self._trial(options_in_force, jitted, given).decide()
         run = decided.compiled
         if run is None:  # JAX finds the program that the trial compiled
             traced = jitted.trace(*given.args, **given.kwargs)
             run = jitted if getattr(traced.jaxpr, "effects", ()) else traced.lower().compile()
-        return _Version(decided, run)
+        return _UsedVersion(decided, run)
 
-    def _trial(self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> Trial:
+    def _trial(
+        self, options_in_force: tuple[dispatch.Options, ...], jitted: Any, given: CallArguments
+    ) -> FunctionTrial:
         options = {operation.name: each for operation, each in zip(self._operations, options_in_force, strict=True)}
-        return Trial(self.__name__, jitted, given, options, self._seconds if self._keep == "faster" else None)
+        return FunctionTrial(self.__name__, jitted, given, options, self._seconds if self._keep == "faster" else None)
 
 
 class _Inner(Optimized):
@@ -470,7 +471,7 @@ def _name(fn: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Version:
+class _UsedVersion:
     """The version used for calls with the same key. `run` is a compiled program, or jitted if that has effects."""
 
     decided: Decided
@@ -478,4 +479,4 @@ class _Version:
 
 
 # Marks a key: its calls must go through `_call_opened`.
-_OPENED = _Version(Decided("", "", None, ""), None)
+_OPENED = _UsedVersion(Decided("", "", None, ""), None)

@@ -12,9 +12,9 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.plan import Figure, Plan, Planned
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
-from scheduler.functions.decided import Decided
-from scheduler.functions.lowering import Replaced
 from scheduler.measure.runner import environment
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.lowering import Replaced
 from search_spaces import load
 from tile_scheduler import __version__
 

@@ -18,13 +18,18 @@ from typing import Any
 import jax
 
 from scheduler.core.errors import SchedulerError
-from scheduler.functions import module_libraries
-from scheduler.functions.call_tree import NONE, NUMBERS, Call, Names, jit_options, opened
-from scheduler.functions.objects import (
+from scheduler.rewriting import module_libraries
+from scheduler.rewriting.call_tree import (
     ARRAYS,
+    NONE,
+    NUMBERS,
     Instance,
+    Names,
+    OpenedCall,
     attributes,
     is_array,
+    jit_options,
+    opened,
     opened_object,
     set_attribute,
     static_key,
@@ -70,7 +75,7 @@ class Rest:
     result: Packed
     graphs: tuple[Any, ...]
     node_leaves: tuple[tuple[Any, ...], ...]
-    changes: Mapping[int, Change]
+    changes: Mapping[int, Update]
 
 
 # A leaf: ("output", n), ("input", n), ("node", n), ("object", n) or ("static", value).
@@ -159,7 +164,7 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Change:
+class Update:
     """The contents of a container after a call: for each key, an old key with the same value, or a new value."""
 
     entries: Mapping[Any, Packed | _Old]
@@ -190,7 +195,7 @@ def snapshots(tree: Any) -> list[tuple[Any, Mapping[Any, Any]]]:
     return [(x, _contents(x)) for x in containers(tree)]
 
 
-def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -> Iterator[Change | None]:
+def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -> Iterator[Update | None]:
     """Yields the new contents of each container; None if it is unchanged."""
     for container, old in before:
         new = _contents(container)
@@ -204,7 +209,7 @@ def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -
                 return _Old(key)
             return _Old(moved[id(x)]) if id(x) in moved else packing.pack(x, f" (updated {key!r})")
 
-        yield Change({key: entry(key, x) for key, x in new.items()})
+        yield Update({key: entry(key, x) for key, x in new.items()})
 
 
 def containers(x: Any) -> Iterator[Any]:
@@ -258,8 +263,8 @@ class PureCall:
     function: Callable[..., Outputs]
     arrays: tuple[Any, ...]
     donated: tuple[bool, ...]
-    _call: Call
-    _program: _Program
+    _call: OpenedCall
+    _program: _Template
     _split: module_libraries.FlaxSplit
 
     @functools.cached_property
@@ -282,9 +287,6 @@ class PureCall:
     def _originals(self) -> Mapping[int, Any]:
         return {x.number: x.original for x in self._containers if isinstance(x, Instance)}
 
-    def _original(self, number: int) -> Any:
-        return self._originals[number]
-
     def owners(self) -> list[str]:
         """Returns for each array the name of the parameter that has it, or of the function that holds it."""
         names = self._call.owners()
@@ -297,7 +299,7 @@ class PureCall:
     def finish(self, outputs: Outputs) -> Any:
         """Writes the updates into the modules and containers of this call, and returns the result of `fn`."""
         rest = outputs.rest
-        available = (outputs.arrays, self.arrays, self._original)
+        available = (outputs.arrays, self.arrays, lambda number: self._originals[number])
         leaves = [[value_of_spec(spec, available, ()) for spec in node] for node in rest.node_leaves]
         nodes = module_libraries.update_flax(self._split, rest.graphs, leaves) if rest.graphs else []
         if rest.changes:
@@ -354,7 +356,7 @@ def pure_call(
                 constants[i, j] = x
     flags = tuple(i in donates for i, _ in places)
     sizes = {i: len(own) for i, own in of_node.items()}
-    program = _Program(tree, len(leaves), sizes, split.graphs, constants, tuple(places), flags)
+    program = _Template(tree, len(leaves), sizes, split.graphs, constants, tuple(places), flags)
     return PureCall(program.run, tuple(arrays), flags, call, program, split)
 
 
@@ -409,7 +411,7 @@ class Impure(Exception):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
+class _Template:
     """A call without its arrays.
 
     Attributes:

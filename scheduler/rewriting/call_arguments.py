@@ -12,16 +12,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scheduler.core.errors import SchedulerError
+from scheduler.rewriting.call_tree import NONE, NUMBERS, Names
 
-Static = tuple[tuple[int, ...], tuple[str, ...]]
-_NUMBERS = (bool, int, float, complex)
 # Of many arguments, a report has this many texts, and the arrays of a parameter by name up to this number.
 MOST_TYPES, MOST_NAMED = 6, 3
 # Types of concrete arrays seen so far.
 _arrays: set[type] = set()
 
 
-class Arguments:
+class CallArguments:
     """The arguments of one call of a jitted function.
 
     Args:
@@ -32,7 +31,7 @@ class Arguments:
 
     def __init__(
         self,
-        static: Static,
+        static: Names,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         parameters: Callable[[], Sequence[str]] = tuple,
@@ -80,20 +79,21 @@ class Arguments:
         args, kwargs = self.dynamic
         return compiled(*args, **kwargs)
 
-    def copied(self, donated: Sequence[bool]) -> Arguments:
+    def copied(self, donated: Sequence[bool]) -> CallArguments:
         """Returns these arguments, with donated leaves of `dynamic` copied."""
         if not any(donated):
             return self
-        leaves = [_copy(x) if given_up else x for x, given_up in zip(self.leaves, donated, strict=True)]
+        pairs = zip(self.leaves, donated, strict=True)
+        leaves = [jnp.copy(x) if given_up and isinstance(x, jax.Array) else x for x, given_up in pairs]
         args, kwargs = jax.tree.unflatten(jax.tree.structure(self.dynamic), leaves)
         rest = iter(args)
         whole = tuple(x if number in self._numbers else next(rest) for number, x in enumerate(self.args))
-        return Arguments(self._static, whole, kwargs | {name: self.kwargs[name] for name in self._names})
+        return CallArguments(self._static, whole, kwargs | {name: self.kwargs[name] for name in self._names})
 
     @property
     def numbers(self) -> bool:
         """Whether `dynamic` contains Python numbers."""
-        return any(isinstance(x, _NUMBERS) for x in self.leaves)
+        return any(isinstance(x, NUMBERS) for x in self.leaves)
 
     def devices(self) -> list[jax.Device]:
         """Returns the devices of this process that hold arrays of the arguments."""
@@ -108,7 +108,7 @@ class Arguments:
     def text(self) -> str:
         """Returns shapes and dtypes as text. If there are many, it has the names of arrays, and sums of parameters."""
         if self._shown is not None:
-            return Arguments(((), ()), *self._shown(*self.args, **self.kwargs), self._parameters).text()
+            return CallArguments(NONE, *self._shown(*self.args, **self.kwargs), self._parameters).text()
         texts = [_type_text(x) for x in self.leaves]
         if len(texts) > MOST_TYPES:
             names, given = self._parameters(), dict[str, list[Any]]()
@@ -136,7 +136,7 @@ def _leaf_key(x: Any) -> Any:
         return x.aval, _normalized(x.sharding, x.ndim), x.committed
     if isinstance(x, np.ndarray | np.generic):
         return x.shape, x.dtype
-    if isinstance(x, _NUMBERS):
+    if isinstance(x, NUMBERS):
         return type(x)
     raise TypeError(f"expected an array, found {type(x).__name__}")
 
@@ -150,22 +150,14 @@ def _normalized(given: Any, ndim: int) -> Any:
     return NamedSharding(given.mesh, spec, memory_kind=given.memory_kind)
 
 
-def _copy(x: Any) -> Any:
-    return jnp.copy(x) if isinstance(x, jax.Array) else x
-
-
 def _parameter_texts(name: str, given: Sequence[Any]) -> list[str]:
     """Returns each array of a parameter with its name, or for more than `MOST_NAMED` their number and bytes."""
     leaves = [(jax.tree_util.keystr(path), x) for each in given for path, x in jax.tree.leaves_with_path(each)]
     if len(leaves) <= MOST_NAMED:
         return [f"{name}{path}: {_type_text(x)}" for path, x in leaves]
-    return [f"{name}: {len(leaves)} arrays ({_size_text(sum(getattr(x, 'nbytes', 0) for _, x in leaves))})"]
-
-
-def _size_text(size: int) -> str:
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
-    name = next((name for name, unit in units.items() if size >= unit), "B")
-    return f"{size / units[name]:.3g} {name}"
+    size, units = sum(getattr(x, "nbytes", 0) for _, x in leaves), {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+    unit = next((unit for unit, n in units.items() if size >= n), "B")
+    return [f"{name}: {len(leaves)} arrays ({size / units[unit]:.3g} {unit})"]
 
 
 def _type_text(x: Any) -> str:

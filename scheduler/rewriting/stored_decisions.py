@@ -21,10 +21,10 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.several_processes import digest_of_code
 from scheduler.dispatch.stored import Times
-from scheduler.functions.decided import Decided
-from scheduler.functions.in_place import FAILED
-from scheduler.functions.interleaved import Seconds
-from scheduler.functions.lowering import Lowered, Replaced
+from scheduler.rewriting.decided import Decided
+from scheduler.rewriting.in_place import FAILED
+from scheduler.rewriting.interleaved import Seconds
+from scheduler.rewriting.lowering import Lowered, Replaced
 from search_spaces import load, lowering_compat
 from search_spaces.space import as_choice
 
@@ -33,7 +33,7 @@ MOST_BYTES = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredDecision:
     """A stored decision.
 
     Attributes:
@@ -75,12 +75,12 @@ def key_of(lowered: Any, options: Iterable[Options], devices: Sequence[jax.Devic
     return hashlib.sha256(lowering_compat.program_bytes(lowered) + rest.encode()).hexdigest()
 
 
-def find(key: str) -> Stored | None:
+def find(key: str) -> StoredDecision | None:
     """Returns the stored decision; None if there is none, or one that was changed since."""
     digest, _, text = (dispatch.user_cache().decision(key) or "").partition(" ")
     if digest != _digest(key, text):
         return None
-    found = Stored(**json.loads(text))
+    found = StoredDecision(**json.loads(text))
     shown = dict(found.shown)
     shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
     shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
@@ -103,7 +103,7 @@ def put(key: str, lowered: Lowered, plain: Any, decision: Decided) -> None:
     names = [f"{version}{what}" for version in ("plain", "tuned") for what in ("", "_bytes", "_exchanged")]
     shown = {name: getattr(decision, name) for name in (*names, "left", "changes", "groups")}
     shown |= {name: x.samples_s for name, x in shown.items() if isinstance(x, Seconds)}
-    stored = Stored(
+    stored = StoredDecision(
         decision.kept,
         decision.reason,
         datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

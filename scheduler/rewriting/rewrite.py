@@ -18,11 +18,11 @@ from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import Decision, OnMiss, Options
 from scheduler.dispatch.primitive import tuned_call
-from scheduler.functions import comparison
-from scheduler.functions.comparison import TunedCall
-from scheduler.functions.in_place import InPlace
-from scheduler.functions.rewriting import Found, Rewriter, Rewritten
-from scheduler.functions.selection import Selection
+from scheduler.rewriting import comparison
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.in_place import InPlace
+from scheduler.rewriting.passes import Found, Rewriter, Rewritten
+from scheduler.rewriting.selection import KernelSelection
 from search_spaces import OPERATIONS, fingerprint, jax_compat, load
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -36,7 +36,7 @@ OTHER_CHANGES = "other changes"
 
 def with_tuned_calls(
     jaxpr: Any,
-    selection: Selection,
+    selection: KernelSelection,
     platform: str,
     *,
     others: bool = False,
@@ -169,7 +169,7 @@ class RewrittenFunction:
             return self._fn(*args, **kwargs)
         closed, results = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
         platform = hardware.target_of(jax.local_devices()[0]).platform
-        rewritten = with_tuned_calls(closed, Selection(self._options()), platform)
+        rewritten = with_tuned_calls(closed, KernelSelection(self._options()), platform)
         self._found |= dict.fromkeys(rewritten.found)
         if rewritten.jaxpr is closed:
             return self._fn(*args, **kwargs)

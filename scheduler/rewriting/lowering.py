@@ -14,12 +14,11 @@ from scheduler.core.records import Fields, choice_text, fields_of
 from scheduler.dispatch.dispatch import Decision, Options
 from scheduler.dispatch.primitive import tuned_call_p
 from scheduler.dispatch.stored import Times
-from scheduler.functions import equations
-from scheduler.functions.in_place import InPlace, observe_p
-from scheduler.functions.posed_calls import by_tuned_call
-from scheduler.functions.rewrite import Refuses, replacement_key, with_tuned_calls
-from scheduler.functions.rewriting import Found
-from scheduler.functions.selection import Partitioned, Selection
+from scheduler.rewriting import equations
+from scheduler.rewriting.in_place import InPlace, observe_p
+from scheduler.rewriting.passes import Found
+from scheduler.rewriting.rewrite import Refuses, replacement_key, with_tuned_calls
+from scheduler.rewriting.selection import KernelSelection, Partitioned, by_tuned_call
 from search_spaces import lowering_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -127,7 +126,7 @@ def lower_with_kernels(
     Raises:
       CacheMiss: There is no record and the policy is "error".
     """
-    selection, on_one_device = Selection(options, partitioned), Selection(options)
+    selection, on_one_device = KernelSelection(options, partitioned), KernelSelection(options)
     # By what is lowered: a region, or a kind of single equations, which may be lowered several times.
     replaced, dropped = dict[Any, list[Replaced]](), dict[Any, list[Replaced]]()
     left: collections.Counter[str] = collections.Counter()
@@ -149,8 +148,7 @@ def lower_with_kernels(
         replaced |= {found: _kernels(found, selection, regions_on) for found in rewritten.replaced}
         dropped |= {found: _kernels(found, selection, regions_on) for found in rewritten.dropped}
     primitives = equations.operations_by_primitive().keys()
-    around = equations.layouts_around(traced.jaxpr, primitives)
-    times = equations.counts(traced.jaxpr, primitives)
+    around, times = equations.layouts_around(traced.jaxpr, primitives)
 
     def answer(primitive: Any, platform: str, divided: bool, avals: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
         kind = equations.layout_key(primitive, avals, params)
@@ -187,7 +185,7 @@ def lower_with_kernels(
     return Lowered(lowered, _grouped(replaced), _grouped(dropped), dict(left), changes, refused)
 
 
-def _kernels(found: Found, selection: Selection, platform: str) -> list[Replaced]:
+def _kernels(found: Found, selection: KernelSelection, platform: str) -> list[Replaced]:
     kernels = [
         _kernel(operation, *each, found.key, found.count)
         for operation, problem in found.calls

@@ -11,10 +11,10 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from scheduler.functions.comparison import TunedCall
+from scheduler.rewriting.comparison import TunedCall
+from scheduler.rewriting.formulas import Recomputed
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.recognise import Graph, Inlined, Node, Region, Value
-from search_spaces.remat import Recomputed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +93,10 @@ class Evaluation:
 
     def run(self, graph: Graph) -> list[Any]:
         """Returns the results of the graph."""
-        self._run(graph.items)
+        waiting = list(self._opened(graph.items))
+        while waiting:  # a region waits for the last of its inputs, and others for its results
+            later = [item for item in waiting if not self._run_item(item)]
+            waiting = later if len(later) < len(waiting) else self._unlocked(later)
         return [self._read(x) for x in graph.results]
 
     def _read(self, x: Value) -> Any:
@@ -112,12 +115,6 @@ class Evaluation:
             (found,) = recognise.evaluate(again.nodes, given, [x])
         self._copies[id(x)] = found
         return found
-
-    def _run(self, items: Sequence[Node | Inlined]) -> None:
-        waiting = list(self._opened(items))
-        while waiting:  # a region waits for the last of its inputs, and others for its results
-            later = [item for item in waiting if not self._run_item(item)]
-            waiting = later if len(later) < len(waiting) else self._unlocked(later)
 
     def _unlocked(self, items: Sequence[Node | Inlined]) -> list[Node | Inlined]:
         """Returns the items that wait for each other, without what can be computed otherwise.

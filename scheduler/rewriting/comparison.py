@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,23 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from scheduler.functions import drawn_operands
-from scheduler.functions.drawn_operands import Drawing
-from scheduler.functions.in_float32 import (
-    evaluated_coarsely,
-    evaluated_wide,
-    is_narrow,
-    mixes_dtypes,
-    wide_params,
-    widened,
-)
-from scheduler.functions.noise import FINEST
 from scheduler.measure.verification import rounded_differently
-from search_spaces import partitioning_compat, recognise
+from scheduler.rewriting.noise import FINEST
+from search_spaces import checking, fingerprint, lowering_compat, partitioning_compat, recognise
 from search_spaces.checking import VALUE_KINDS, without_autotuning
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
-from search_spaces.recognise import Region, Value
+from search_spaces.recognise import Node, Region, Value
 
 T = TypeVar("T")
 
@@ -281,7 +271,7 @@ class Comparison:
       operands, results: Their shapes and dtypes.
       least: From `least_rounding`.
       special: The kinds of special operands on which the results must agree.
-      coarse: The equations with rounded operands of products (`evaluated_coarsely`), if that changes anything.
+      coarse: The equations with rounded operands of products (`coarsely`), if that changes anything.
       library: The calls by the libraries of their operations, if they hand on rounded results.
     """
 
@@ -311,7 +301,7 @@ class Comparison:
         options = without_autotuning(jax.default_backend())
         run = jax.jit(lambda *own: self._errors(own, self._tuned(*own)), compiler_options=options)
         self._compiled = beside.submit(run.lower(*structs).compile)
-        self._drawings = drawn_operands.drawings(structs, beside, special=bool(self._special))
+        self._drawings = drawings(structs, beside, special=bool(self._special))
 
     def on(self, *operands: Any) -> str | None:
         """Describes how the results for these operands disagree; None if they do not."""
@@ -378,18 +368,18 @@ class RegionComparison:
         self._results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in region.results)
         self._least = least_rounding(stage.problem for stage in region.stages)
 
-    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value]) -> list[Any]:
-        return recognise.evaluate(self._nodes, dict(zip(map(id, self._region.roots), roots, strict=True)), results)
+    def _evaluated(self, roots: Sequence[Any], results: Sequence[Value], *compute: Any) -> list[Any]:
+        known = dict(zip(map(id, self._region.roots), roots, strict=True))
+        return recognise.evaluate(self._nodes, known, results, *compute)
 
     def _plain(self, *roots: Any) -> list[Any]:
         return self._evaluated(roots, self._region.results)
 
     def _coarse(self, *roots: Any) -> list[Any]:
-        known = dict(zip(map(id, self._region.roots), roots, strict=True))
-        return evaluated_coarsely(self._nodes, known, self._region.results)
+        return self._evaluated(roots, self._region.results, coarsely)
 
     def _wide(self, *roots: Any) -> list[Any]:
-        return evaluated_wide(self._nodes, list(zip(self._region.roots, roots, strict=True)), self._region.results)
+        return self._evaluated([*map(widened, roots)], self._region.results, in_float32)
 
     def _tuned(self, calls: Sequence[TunedCall]) -> Callable[..., list[Any]]:
         def run(*roots: Any) -> list[Any]:
@@ -460,7 +450,7 @@ def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Call
 
     def gradients(*arrays: Any) -> list[Any]:
         found, back = jax.vjp(run, *arrays)
-        drawn = [drawn_operands.normal(x, 100 + i) for i, x in enumerate(results)]
+        drawn = [normal(x, 100 + i) for i, x in enumerate(results)]
         return [
             x
             for x in back([x.astype(of.dtype) for x, of in zip(drawn, found, strict=True)])
@@ -468,3 +458,105 @@ def _gradients_of(run: Callable[..., list[Any]], results: Sequence[Any]) -> Call
         ]
 
     return gradients
+
+
+# ------------------------------------------------------------------------------
+# Operands of comparisons, drawn by compiled programs: one for each kind of operand, which all comparisons share.
+
+
+# ``draw(seed, kind, scale)`` returns an operand; `kind` is the index in `VALUE_KINDS`, or -1.
+Drawing = Callable[[int, int, float], jax.Array]
+
+_compiled: dict[Any, concurrent.futures.Future[Any]] = {}
+
+
+def drawings(structs: Sequence[Any], beside: concurrent.futures.Executor, *, special: bool) -> list[Drawing]:
+    """Returns functions that draw these operands of a comparison. New programs are compiled by the executor.
+
+    Args:
+      special: Whether operands with special values are drawn, too.
+    """
+    changes = {number: rest for number, *rest in checking.changed(structs, integers=False)} if special else {}
+    return [_drawing(x, number, changes.get(number), beside) for number, x in enumerate(structs)]
+
+
+def _drawing(x: Any, number: int, changes: Sequence[bool] | None, beside: concurrent.futures.Executor) -> Drawing:
+    first, in_offset = changes or (False, False)
+    kind = x.shape, x.dtype, changes is not None, first
+    if kind not in _compiled:
+        program = jax.jit(functools.partial(_drawn, x, changes is not None, first))
+        _compiled[kind] = beside.submit(program.lower(np.int32(0), np.int32(0), np.uint32(0), np.float32(1)).compile)
+
+    def draw(seed: int, index: int, scale: float) -> jax.Array:
+        own = -1 if index == VALUE_KINDS.index("offset") and not in_offset else index
+        drawn: jax.Array = _compiled[kind].result()(np.int32(seed), np.int32(own), np.uint32(number), np.float32(scale))
+        return drawn
+
+    return draw
+
+
+def _drawn(
+    x: Any, changes: bool, first: bool, seed: jax.Array, kind: jax.Array, number: jax.Array, scale: jax.Array
+) -> jax.Array:
+    drawn = normal(x, seed)
+    if changes:
+        drawn = jnp.where(kind >= 0, checking.altered(drawn, kind, number, first=first), drawn)
+    return drawn * scale.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else drawn
+
+
+def normal(x: Any, seed: int | jax.Array) -> jax.Array:
+    """Draws a standard normal array of the shape of `x`, which is converted to its dtype."""
+    return jax.random.normal(jax.random.key(seed), x.shape, jnp.float32).astype(x.dtype)
+
+
+# ------------------------------------------------------------------------------
+# The equations of a region in float32, as the reference of a comparison, or with rounded operands.
+
+
+def in_float32(node: Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Computes an equation in float32 if it uses a narrower dtype."""
+    equation, args = node.equation, [*map(widened, args)]
+    if node.name != "bitcast_convert_type" and not any(map(fingerprint.is_jaxpr, equation.params.values())):
+        return lowering_compat.evaluate_equation(equation.replace(params=wide_params(equation.params)), *args)
+    own = [x.astype(of.dtype) if is_narrow(of.dtype) else x for x, of in zip(args, node.inputs, strict=True)]
+    return [*map(widened, lowering_compat.evaluate_equation(equation, *own))]
+
+
+def coarsely(node: Node, args: Sequence[Any]) -> Sequence[Any]:
+    """Computes an equation. A product of two dtypes rounds both operands to the narrower one.
+
+    So does a kernel of attention: in models, a gradient of float32 is multiplied by keys of bfloat16.
+    """
+    if node.name == "dot_general":
+        narrow = min((x.dtype for x in args), key=_bits)
+        args = [lax.optimization_barrier(x.astype(narrow)).astype(x.dtype) for x in args]
+    return lowering_compat.evaluate_equation(node.equation, *args)
+
+
+def mixes_dtypes(nodes: Iterable[Node]) -> bool:
+    """Returns whether a product among the equations has operands of two dtypes."""
+    return any(node.name == "dot_general" and len({x.dtype for x in node.inputs}) > 1 for node in nodes)
+
+
+def wide_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parameters of an equation with which it computes in float32, and products with the highest precision."""
+    dtypes = ("new_dtype", "preferred_element_type", "dtype")
+    wide = {
+        name: jnp.dtype(jnp.float32) if name in dtypes and x is not None and is_narrow(x) else x
+        for name, x in params.items()
+    }
+    return wide | ({"precision": (lax.Precision.HIGHEST,) * 2} if "precision" in wide else {})
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether it is a floating-point dtype of less than 32 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32)
+
+
+def widened(x: Any) -> Any:
+    """Returns an array of a narrower floating-point dtype in float32, and anything else as it is."""
+    return checking.widened(jnp.asarray(x)) if hasattr(x, "dtype") and is_narrow(x.dtype) else x
+
+
+def _bits(dtype: Any) -> int:
+    return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.inexact) else 64

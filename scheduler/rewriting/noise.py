@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scheduler.functions import equations
+from scheduler.rewriting import equations
 from search_spaces import fingerprint, lowering_compat, recognise
 from search_spaces.checking import mixed_bits
 

@@ -12,44 +12,52 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from search_spaces.flash_attention.axes import (
+from search_spaces.flash_attention.logits import (
     FEATURES,
     LAYOUT,
+    MASKED,
     NO_AXIS,
-    Array,
     Axes,
     Axis,
+    Band,
+    LabelledArray,
     Labels,
+    Logits,
+    Probabilities,
     Product,
+    above,
+    band,
+    below,
+    bias_band,
+    constant,
+    elementwise,
+    is_widened,
+    joined,
+    logits_of,
+    origin,
+    root,
+    softmax_of,
     users,
 )
-from search_spaces.flash_attention.logits import Logits, Softmax, is_widened, logits_of, origin, root, softmax_of
-from search_spaces.flash_attention.masks import MASKED, Band, band, bias_band, constant
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.flash_attention.roles import (
-    after_division,
-    before_division,
-    gradient_product,
-    roles_of,
-    values_and_cotangent,
-)
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.recognise import (
     Graph,
     Left,
     Node,
     Region,
-    Stage,
+    RegionStage,
     Unknown,
     Value,
     casts,
     equations_between,
+    live,
     number,
     strip,
 )
@@ -79,23 +87,23 @@ class Attention:
     group: Axes
     query: Axis
     key: Axis
-    q: Array
-    k: Array
-    v: Array
-    out: Array | None
-    d_out: Array | None
-    dq: Array | None
-    dk: Array | None
-    dv: Array | None
+    q: LabelledArray
+    k: LabelledArray
+    v: LabelledArray
+    out: LabelledArray | None
+    d_out: LabelledArray | None
+    dq: LabelledArray | None
+    dk: LabelledArray | None
+    dv: LabelledArray | None
     shown: tuple[Node, ...]
 
     @property
-    def results(self) -> tuple[Array, ...]:
+    def results(self) -> tuple[LabelledArray, ...]:
         """The arrays that kernels compute instead: the result and the gradients, as far as there are."""
         return tuple(x for x in (self.out, self.dq, self.dk, self.dv) if x is not None)
 
     @property
-    def inputs(self) -> tuple[Array, ...]:
+    def inputs(self) -> tuple[LabelledArray, ...]:
         """The arrays that the results are computed from: q, k, v, and the cotangent if there are gradients."""
         return self.q, self.k, self.v, *(() if self.d_out is None else (self.d_out,))
 
@@ -109,12 +117,13 @@ class Attention:
         inputs = tuple(x.value for x in (self.q, self.k, self.v))
         params = tuple((name, x) for name, x in (("scale", self.scale), ("softcap", self.softcap)) if x is not None)
         results = () if self.out is None else (self.out.value,)
-        stages = [Stage(None, self.problem, params, inputs, results, self._forward)]
+        stages = [RegionStage(None, self.problem, params, inputs, results, self._forward)]
         if self.d_out is not None:
-            problem = FlashAttentionBackwardProblem.of_forward(self.problem)
+            posed = FlashAttentionBackwardProblem.of_forward(self.problem)
             gradients = tuple(x.value for x in (self.dq, self.dk, self.dv) if x is not None)
-            backward = Stage(FLASH_ATTENTION_BACKWARD, problem, params, (self.d_out.value,), gradients, self._backward)
-            stages.append(backward)
+            stages.append(
+                RegionStage(FLASH_ATTENTION_BACKWARD, posed, params, (self.d_out.value,), gradients, self._backward)
+            )
         return Region(tuple(stages), self.roots, self.shown)
 
     def _forward(self, call: Any, _: None, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
@@ -129,14 +138,14 @@ class Attention:
         pairs = zip((self.dq, self.dk, self.dv), gradients, strict=True)
         return tuple(self.from_problem(x, each) for x, each in pairs if x is not None), None
 
-    def to_problem(self, array: Array, x: jax.Array) -> jax.Array:
+    def to_problem(self, array: LabelledArray, x: jax.Array) -> jax.Array:
         """Returns an array of the jaxpr as ``[batch, length, heads, features]``, in the dtype of the problem."""
         order = self._order(array)
         x = jnp.reshape(x, [extent for extent, _ in array.axes])
         x = jnp.transpose(x, [array.axes.index(axis) for axis in order])
         return jnp.reshape(x, self._shape(array)).astype(self.problem.dtype)
 
-    def from_problem(self, array: Array, x: jax.Array) -> jax.Array:
+    def from_problem(self, array: LabelledArray, x: jax.Array) -> jax.Array:
         """Returns ``x[batch, length, heads, features]`` with the axes and the dtype of an array of the jaxpr."""
         order = self._order(array)
         x = jnp.reshape(x, [extent for extent, _ in order])
@@ -144,16 +153,16 @@ class Attention:
         x = jnp.reshape(x, array.value.shape).astype(array.value.dtype)
         return x if array.factor == 1.0 else x * jnp.asarray(array.factor, x.dtype)
 
-    def _order(self, array: Array) -> Axes:
+    def _order(self, array: LabelledArray) -> Axes:
         keys = self._by_key(array)
         features = tuple(axis for axis in array.axes if axis[1] == FEATURES)
         rows = (self.key, *self.heads) if keys else (self.query, *self.heads, *self.group)
         return tuple(axis for axis in (*self.batch, *rows, *features) if axis[0] > 1)
 
-    def _by_key(self, array: Array) -> bool:
+    def _by_key(self, array: LabelledArray) -> bool:
         return array in (self.k, self.v, self.dk, self.dv)
 
-    def _shape(self, array: Array) -> tuple[int, ...]:
+    def _shape(self, array: LabelledArray) -> tuple[int, ...]:
         p = self.problem
         features = p.head_dim if array in (self.q, self.k, self.dq, self.dk) else p.value_dim
         length, heads = (p.kv_len, p.kv_heads) if self._by_key(array) else (p.q_len, p.heads)
@@ -167,9 +176,9 @@ def find(graph: Graph) -> list[Region | Left]:
         if node.name == "exp" and (each := _attention(node)) is not None:
             found.append(each)
     attention = [each for each in found if isinstance(each, Attention)]
-    live = _live(graph, {id(x.value) for each in attention for x in each.results})
+    still_live = live(graph, {id(x.value) for each in attention for x in each.results})
     own = {id(node) for node in graph.nodes}
-    return [_unless_used(each, live, own) if isinstance(each, Attention) else each for each in found]
+    return [_unless_used(each, still_live, own) if isinstance(each, Attention) else each for each in found]
 
 
 def _attention(exp: Node) -> Attention | Left | None:
@@ -194,21 +203,9 @@ def _attention(exp: Node) -> Attention | Left | None:
         return Left(str(error), logits.product) if weighted else None
 
 
-def _live(graph: Graph, replaced: set[int]) -> set[int]:
-    """Returns the equations that the results of a jaxpr need besides replaced arrays, by their ``id``."""
-    live = set[int]()
-    left = [*graph.results] + [x for node in graph.nodes if node.equation.effects for x in node.inputs]
-    while left:
-        value = left.pop()
-        if value.node is not None and id(value) not in replaced and id(value.node) not in live:
-            live.add(id(value.node))
-            left += value.node.inputs
-    return live
-
-
-def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Left:
+def _unless_used(found: Attention, still_live: set[int], own: set[int]) -> Region | Left:
     product = found.shown[0]
-    if id(product) not in live and all(id(x.value.node) in own for x in found.results):
+    if id(product) not in still_live and all(id(x.value.node) in own for x in found.results):
         return found.region()
     return Left(
         "its probabilities or logits are used elsewhere, such as by the backward pass of a scan, which saves them: "
@@ -221,10 +218,12 @@ def _unless_used(found: Attention, live: set[int], own: set[int]) -> Region | Le
 # The problem, its operands and its results.
 
 
-def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence[Product]) -> Attention:
+def _parsed(logits: Logits, labels: Labels, softmax: Probabilities, products: Sequence[Product]) -> Attention:
     product, key = logits.product, softmax.key
     k_side = _side_of(product, key)
-    q, k = (_operand(product, side) for side in (1 - k_side, k_side))
+    if len(product.params["dimension_numbers"][0][0]) != 1:
+        raise Unknown("its logits contract several axes")
+    q, k = (_operand(product, side, labels.of(product.results[0]) or ()) for side in (1 - k_side, k_side))
     q, of_q = _unscaled(q, k)
     k, of_k = _unscaled(k, q)
     batch_axes = [axis for axis in q.axes if axis in k.axes and axis[1] != FEATURES]
@@ -251,7 +250,9 @@ def _parsed(logits: Logits, labels: Labels, softmax: Softmax, products: Sequence
         raise Unknown(f"its result stays in {out.value.dtype}, and a kernel rounds it to {dtype}")
     extents = {"head_dim": q, "head_dim_v": v}
     sizes = {name: next((n for n, at in x.axes if at == FEATURES), 1) for name, x in extents.items()}
-    left, right = _bounds(seen, query[0], key[0])
+    # Without bounds that exclude no key.
+    left = None if seen.left is None or seen.left >= query[0] - 1 else seen.left
+    right = None if seen.right is None or seen.right >= key[0] - 1 else seen.right
     try:
         problem = FlashAttentionProblem(
             batch=math.prod(n for n, _ in lead),
@@ -304,20 +305,7 @@ def _side_of(product: Node, key: Axis) -> int:
     return 0 if key[1] < len(batch_a) + free else 1
 
 
-def _operand(product: Node, side: int) -> Array:
-    """Returns an operand of ``q k^T``."""
-    contract, batch = product.params["dimension_numbers"]
-    value, out = product.inputs[side], product.results[0]
-    if len(contract[side]) != 1:
-        raise Unknown("its logits contract several axes")
-    free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]
-    first = len(batch[0]) if side == 0 else len(out.shape) - len(free)
-    numbers = dict(zip(batch[side], range(len(batch[side])), strict=True)) | {i: first + n for n, i in enumerate(free)}
-    numbers[contract[side][0]] = FEATURES
-    return Array(value, tuple((n, numbers[i]) for i, n in enumerate(value.shape) if n > 1))
-
-
-def _unscaled(array: Array, other: Array) -> tuple[Array, float]:
+def _unscaled(array: LabelledArray, other: LabelledArray) -> tuple[LabelledArray, float]:
     """Returns an operand before a scalar factor in a wider dtype than that of the other operand, and the factor."""
     node = strip(array.value).node
     if node is None or node.name not in ("mul", "div") or _is_narrow(array.value, other.value):
@@ -325,7 +313,7 @@ def _unscaled(array: Array, other: Array) -> tuple[Array, float]:
     for i, x in enumerate(node.inputs[: 2 if node.name == "mul" else 1]):
         factor = _scalar(node.inputs[1 - i])
         if factor and x.shape == array.value.shape and _is_narrow(x, other.value):
-            return Array(x, array.axes), factor if node.name == "mul" else 1 / factor
+            return LabelledArray(x, array.axes), factor if node.name == "mul" else 1 / factor
     return array, 1.0
 
 
@@ -420,13 +408,7 @@ def _bands(logits: Logits, labels: Labels, query: Axis, key: Axis, masked: float
             yield bias_band(bias, axes, masked)
 
 
-def _bounds(seen: Band, q_len: int, kv_len: int) -> tuple[int | None, int | None]:
-    """Returns the bounds of the window, without those that exclude no key."""
-    left = None if seen.left is None or seen.left >= q_len - 1 else seen.left
-    return left, None if seen.right is None or seen.right >= kv_len - 1 else seen.right
-
-
-def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
+def _batch_and_heads(q: LabelledArray, axes: Sequence[Axis], query: Axis) -> tuple[Axes, Axes]:
     """Divides the batch axes of the logits: those stored before the queries are the batch, the others are heads."""
     value, stored = q.value, list(q.axes)
     while (node := strip(value).by("transpose")) is not None:
@@ -442,7 +424,7 @@ def _batch_and_heads(q: Array, axes: Sequence[Axis], query: Axis) -> tuple[Axes,
     return tuple(lead), tuple(axis for axis in ordered if axis not in lead)
 
 
-def _dtype(*arrays: Array) -> str:
+def _dtype(*arrays: LabelledArray) -> str:
     """Returns the narrowest dtype that holds the values of each array."""
     found = {str(each.dtype) for x in arrays for each in [_narrowest(x.value)]}
     if len(found) != 1:
@@ -452,16 +434,12 @@ def _dtype(*arrays: Array) -> str:
 
 def _narrowest(value: Value) -> Value:
     narrow = value
-    for each in casts(_origin_of_layout(value)):
+    while value.node is not None and value.node.name in LAYOUT:
+        value = value.node.inputs[0]
+    for each in casts(value):
         if is_widened(each.dtype, narrow.dtype):
             narrow = each
     return narrow
-
-
-def _origin_of_layout(value: Value) -> Value:
-    while value.node is not None and value.node.name in LAYOUT:
-        value = value.node.inputs[0]
-    return value
 
 
 def _check_precision(products: Iterable[Node], dtype: str) -> None:
@@ -479,3 +457,128 @@ def _is_rounded(value: Value, dtype: str) -> bool:
     return bool(after) and all(
         user.name in ("convert_element_type", *LAYOUT) and _is_rounded(user.results[0], dtype) for user in after
     )
+
+
+# ------------------------------------------------------------------------------
+# The products after a softmax: the result and the gradients of attention, and their operands.
+
+
+def roles_of(
+    softmax: Probabilities, products: Sequence[Product], key: Axis, rows: set[Axis]
+) -> dict[str, Product | None]:
+    """Attributes the products by the axes that they contract.
+
+    Raises:
+      Unknown: two products have the same role.
+    """
+    roles: dict[str, Product | None] = dict.fromkeys(("out", "dq", "dk", "dv"))
+    for product in products:
+        weights = origin(product.operand) is strip(softmax.probabilities)
+        if set(product.contracted) == {key}:
+            role = "out" if weights else "dq"
+        elif set(product.contracted) == rows:
+            role = "dv" if weights else "dk"
+        else:
+            continue
+        if roles[role] is not None:
+            raise Unknown("its probabilities are used by several products")
+        roles[role] = product
+    return roles
+
+
+def gradient_product(roles: Mapping[str, Product | None], product: Node) -> Node | None:
+    """Returns ``d_out v^T``, the cotangent of the probabilities; None if no gradient needs it."""
+    found: dict[int, Node] = {}
+    out = roles["out"]
+    for name in ("dq", "dk"):
+        role, seen = roles[name], set[int]()
+        left = [] if role is None else [role.operand]
+        while left:
+            node = left.pop().node
+            if node is None or id(node) in seen or node is product or (out is not None and node is out.node):
+                continue
+            seen.add(id(node))
+            if node.name == "dot_general":
+                found[id(node)] = node
+            else:
+                left += node.inputs
+    if len(found) > 1:
+        raise Unknown("the cotangents of its logits are computed from several products")
+    return next(iter(found.values()), None)
+
+
+def values_and_cotangent(
+    roles: Mapping[str, Product | None], of_logits: Node | None, labels: Labels, key: Axis
+) -> tuple[LabelledArray, LabelledArray | None]:
+    """Returns the values, and the cotangent of the result if there are gradients.
+
+    Args:
+      of_logits: ``d_out v^T``, as in `gradient_product`.
+    """
+    v, d_out = (None if role is None else role.other for role in (roles["out"], roles["dv"]))
+    if of_logits is not None and (v is None or d_out is None):
+        axes = _axes_above(of_logits, labels)
+        arrays = [_operand(of_logits, side, axes) for side in (0, 1)]
+        by_key = [key in array.axes for array in arrays]
+        if by_key.count(True) != 1:
+            raise Unknown("the cotangents of its probabilities are computed in another way")
+        v, d_out = v or arrays[by_key.index(True)], d_out or arrays[by_key.index(False)]
+    if v is None:
+        raise Unknown("its probabilities are used in another way than by a product with values")
+    if d_out is None and any(roles[name] is not None for name in ("dq", "dk", "dv")):
+        raise Unknown("the cotangent of its result is not found")
+    return v, d_out
+
+
+def _axes_above(product: Node, labels: Labels) -> tuple[Axes, ...]:
+    """Returns the axes of a product's result from an equation that combines the result with arrays of known axes."""
+    value, permutations = product.results[0], list[Sequence[int]]()
+    while True:
+        after = [user for user in users(value) if user.results]
+        combined = next((u for u in after if elementwise(u) and labels.of(u.results[0]) is not None), None)
+        if combined is not None:
+            axes = labels.of(combined.results[0]) or ()
+            for permutation in reversed(permutations):
+                axes = tuple(axes[permutation.index(i)] for i in range(len(permutation)))
+            return axes
+        following = next((u for u in after if u.name in ("transpose", "convert_element_type", "mul", "div")), None)
+        if following is None:
+            raise Unknown("the cotangents of its probabilities are computed in another way")
+        if following.name == "transpose":
+            permutations.append(list(following.params["permutation"]))
+        value = following.results[0]
+
+
+def _operand(product: Node, side: int, out: tuple[Axes, ...]) -> LabelledArray:
+    """Returns an operand of a product with these result axes; its contracted axis is that of features."""
+    contract, batch = product.params["dimension_numbers"]
+    value = product.inputs[side]
+    free = [i for i in range(len(value.shape)) if i not in (*contract[side], *batch[side])]
+    first = len(batch[0]) if side == 0 else len(out) - len(free)
+    axes = {i: out[n] for n, i in enumerate(batch[side])} | {i: out[first + n] for n, i in enumerate(free)}
+    axes |= {i: ((value.shape[i], FEATURES),) if value.shape[i] > 1 else () for i in contract[side]}
+    return LabelledArray(value, joined(axes[i] for i in range(len(value.shape))))
+
+
+def after_division(out: LabelledArray, total: Value) -> LabelledArray:
+    """Returns the quotient of a product with exponentials and their sum."""
+    value, axes = out.value, out.axes
+    while True:
+        for user in users(value):
+            if user.name == "div" and user.inputs[0] is value and origin(user.inputs[1]) is total:
+                return LabelledArray(user.results[0], axes)
+        following = next((user for user in users(value) if user.name in (*LAYOUT, "convert_element_type")), None)
+        if following is None:
+            raise Unknown("its exponentials are used without a division by their sum")
+        value, axes = following.results[0], below(following, axes)
+
+
+def before_division(cotangent: LabelledArray, total: Value) -> LabelledArray:
+    """Returns the cotangent of the result of a division, from the cotangent of the dividend."""
+    value, axes = cotangent.value, cotangent.axes
+    while (node := value.node) is not None and node.name in (*LAYOUT, "convert_element_type"):
+        axes = above(node, axes)
+        value = node.inputs[0]
+    if node is None or node.name != "div" or origin(node.inputs[1]) is not total:
+        raise Unknown("the cotangent of its result is not found")
+    return LabelledArray(node.inputs[0], axes)

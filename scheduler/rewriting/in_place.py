@@ -19,11 +19,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from scheduler.core import cuda_driver
-from scheduler.functions import comparison
-from scheduler.functions.comparison import Comparison, RegionComparison, TunedCall
+from scheduler.core.text import error_text
+from scheduler.rewriting import comparison
+from scheduler.rewriting.comparison import Comparison, RegionComparison, TunedCall
 from search_spaces import jax_compat, lowering_compat, partitioning_compat, recognise
 from search_spaces.problem import Problem
-from search_spaces.recognise import Node, Region, Stage, Value
+from search_spaces.recognise import Node, Region, RegionStage, Value
 
 # Takes the arrays of a comparison, and has no results. `recognise.graph` does not count it among the users of an array,
 # so that a function with comparisons is rewritten as one without.
@@ -136,7 +137,7 @@ class InPlace:
         kind = key, ""
         if kind not in self._comparisons:
             self._comparisons[kind] = self._known.get(kind) or RegionComparison(region).with_calls(calls, libraries)
-        order, stages = list[Value](), list[Stage]()
+        order, stages = list[Value](), list[RegionStage]()
         for stage in region.stages:
             nodes = recognise.equations_between(stage.results, region.roots)
             needed = {id(x) for node in nodes for x in node.inputs} | set(map(id, stage.results))
@@ -173,7 +174,7 @@ class InPlace:
             try:
                 each.compile(beside)
             except Exception as error:  # any error of a kernel costs this kernel alone
-                self._failed[kind] = _failure(error)
+                self._failed[kind] = f"{FAILED}: {error_text(error)}"
 
     def on_random_operands(self) -> Mapping[str, str]:
         """Compares on random and special operands. Returns the key of each kernel that disagrees or fails -> how."""
@@ -183,7 +184,7 @@ class InPlace:
         try:
             return comparison.checked(kind, self._comparisons[kind].disagreement)
         except Exception as error:  # any error of a kernel, compiler or device costs this kernel alone
-            return _failure(error)
+            return f"{FAILED}: {error_text(error)}"
 
     def is_unexpected(self, key: str, reason: str) -> bool:
         """Returns whether a kernel failed, or disagrees with a single equation: regions may have rare equations."""
@@ -257,7 +258,3 @@ def _run_plain(
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-def _failure(error: Exception) -> str:
-    return f"{FAILED}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -11,10 +11,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from scheduler.functions import module_libraries
-from scheduler.functions.objects import Instance, Made, Static, is_boundary, opened_object
-from search_spaces import lowering_compat
+from scheduler.rewriting import module_libraries
+from search_spaces import fingerprint, lowering_compat
+from search_spaces.exact import exact
 
 # ------------------------------------------------------------------------------
 # Finds modules that a function holds in its closure, defaults and globals instead of taking them as arguments.
@@ -72,7 +73,8 @@ class Captured:
                 new = self._copied(old, copies, made)
                 if part == "cell":
                     cells[place].cell_contents = new
-                    made.append((holder.__code__.co_freevars[place], _contents(cells[place]), new))
+                    now = functools.partial(getattr, cells[place], "cell_contents")
+                    made.append((holder.__code__.co_freevars[place], now, new))
                 elif part == "global":
                     copy.__globals__[place] = new
                 elif part == "default":
@@ -81,7 +83,9 @@ class Captured:
                 else:
                     copy.__kwdefaults__ = {**(copy.__kwdefaults__ or {}), place: new}
             known = copy.__globals__
-            made += [(name, functools.partial(known.get, name), known.get(name)) for name in _names(copy.__code__)]
+            made += [
+                (name, functools.partial(known.get, name), known.get(name)) for name in fingerprint.names(copy.__code__)
+            ]
             return copy
         new_of = {slot: self._copied(old, copies, made) for slot, old in slots}
         if isinstance(holder, types.MethodType):
@@ -150,22 +154,11 @@ def _held(holder: _Holder, fn: Callable[..., Any]) -> Iterator[tuple[_Slot, Any]
                 continue
         yield from ((("default", i), x) for i, x in enumerate(holder.__defaults__ or ()))
         yield from ((("named default", name), x) for name, x in (holder.__kwdefaults__ or {}).items())
-        if holder.__globals__ is getattr(_innermost(fn), "__globals__", None):
+        while isinstance(fn, functools.partial | types.MethodType):
+            fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+        if holder.__globals__ is getattr(fn, "__globals__", None):
             known = holder.__globals__
-            yield from ((("global", name), known[name]) for name in _names(holder.__code__) if name in known)
-
-
-def _innermost(fn: Any) -> Any:
-    while isinstance(fn, functools.partial | types.MethodType):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-    return fn
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from ((("global", name), known[name]) for name in fingerprint.names(holder.__code__) if name in known)
 
 
 def _function(fn: types.FunctionType, places: Sequence[int]) -> tuple[types.FunctionType, dict[int, types.CellType]]:
@@ -178,10 +171,6 @@ def _function(fn: types.FunctionType, places: Sequence[int]) -> tuple[types.Func
     return copy, cells
 
 
-def _contents(cell: types.CellType) -> Callable[[], Any]:
-    return lambda: cell.cell_contents
-
-
 # Indices and names of some arguments.
 Names = tuple[tuple[int, ...], tuple[str, ...]]
 NONE: Names = ((), ())
@@ -190,7 +179,7 @@ NUMBERS = (bool, int, float, complex)
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class OpenedCall:
     """``fn(*held, *given, **held_by_name, **named)``.
 
     Attributes:
@@ -211,7 +200,7 @@ class Call:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Call:
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> OpenedCall:
         return cls(*children)
 
     @property
@@ -263,7 +252,7 @@ class Call:
             start += size
         return frozenset(found)
 
-    def with_static(self, by_function: Names, by_arguments: Names) -> Call:
+    def with_static(self, by_function: Names, by_arguments: Names) -> OpenedCall:
         """Returns the call with static arguments wrapped as single leaves."""
         before = len(self.held)
         numbers = {i - before for i in _counted(by_function[0], before + len(self.given))}
@@ -273,7 +262,7 @@ class Call:
         named = {name: Static(x) if name in names else x for name, x in self.named.items()}
         return dataclasses.replace(self, given=given, named=named)
 
-    def realized(self) -> tuple[Call, Callable[[], list[str]]]:
+    def realized(self) -> tuple[OpenedCall, Callable[[], list[str]]]:
         """Returns the call with new objects and closures, and a check that lists the variables it has assigned."""
         fn: Any = self.fn
         made = Made(self)
@@ -284,7 +273,7 @@ class Call:
         named = {name: made.of(x) for name, x in self.named.items()}
         fn = made.of(fn)
         made.finish()
-        return Call(fn, self.captured, held, self.held_by_name, given, named), assigned
+        return OpenedCall(fn, self.captured, held, self.held_by_name, given, named), assigned
 
     def __call__(self) -> Any:
         return self.fn(*self.held, *self.given, **self.held_by_name, **self.named)
@@ -299,7 +288,7 @@ def parameters_of(fn: Any) -> list[str]:
     return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
-def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Call:
+def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> OpenedCall:
     open_object = functools.partial(opened_object, seen={})
     given, named = tuple(map(open_object, given)), {name: open_object(x) for name, x in named.items()}
     held, held_by_name = tuple[Any, ...](), dict[str, Any]()
@@ -310,16 +299,15 @@ def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
         else:
             inner, held, held_by_name = inner.func, (*inner.args, *held), {**inner.keywords, **held_by_name}
     if not isinstance(inner, types.FunctionType):
-        return Call(open_object(inner), (), held, _removed(held_by_name, named), given, named)
-    found = find_captured(inner, _is_state) if module_libraries.is_flax_loaded() else None
+        return OpenedCall(open_object(inner), (), held, _removed(held_by_name, named), given, named)
+
+    def is_state(x: Any) -> bool:  # a module, or an object that holds one: it must be an input
+        opened = opened_object(x, {})
+        return has_state(opened.attributes if isinstance(opened, Instance) else x)
+
+    found = find_captured(inner, is_state) if module_libraries.is_flax_loaded() else None
     state = tuple(map(open_object, found.values)) if found else ()
-    return Call(found if state else inner, state, held, _removed(held_by_name, named), given, named)
-
-
-def _is_state(x: Any) -> bool:
-    """Returns whether a captured value must be an input: a module, or an object that holds one."""
-    opened = opened_object(x, {})
-    return has_state(opened.attributes if isinstance(opened, Instance) else x)
+    return OpenedCall(found if state else inner, state, held, _removed(held_by_name, named), given, named)
 
 
 def _removed(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +323,7 @@ class JitOptions:
     numbers_are_static: bool = False
 
 
-def jit_options(call: Call) -> JitOptions:
+def jit_options(call: OpenedCall) -> JitOptions:
     if (jitted := module_libraries.flax_jitted(call.fn)) is not None:
         return JitOptions(lowering_compat.static_arguments(jitted), lowering_compat.donated_arguments(jitted))
     if module_libraries.is_equinox_jitted(call.fn):
@@ -357,3 +345,201 @@ def _count(tree: Any) -> int:
 
 def _counted(numbers: Sequence[int], length: int) -> list[int]:
     return [i % length for i in numbers if -length <= i < length]
+
+
+# ------------------------------------------------------------------------------
+# Objects with arrays or state among the arguments of a call, flattened by their attributes.
+
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A static argument, as one leaf."""
+
+    value: Any
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instance:
+    """An object of a plain class, flattened by its attributes, or a container of such objects, by its elements.
+
+    Attributes:
+      number: Counts the objects of a call.
+      kind: The class of the object, or the structure of the container.
+      original: The object of this call; None in a trace, which other calls may use.
+      made: What the traced function sees.
+    """
+
+    number: int
+    kind: Any
+    attributes: dict[Any, Any]
+    original: Any = None
+    made: list[Any] = dataclasses.field(default_factory=list)
+
+    def tree_flatten(self) -> tuple[tuple[Any], tuple[int, Any]]:
+        return (self.attributes,), (self.number, self.kind)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[int, Any], children: tuple[Any]) -> Instance:
+        return cls(*aux, *children)
+
+    @property
+    def target(self) -> Any:
+        """The object that the function sees."""
+        return self.made[0] if self.made else self.original
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """The `Instance` with this number, where it occurs again."""
+
+    number: int
+
+
+def opened_object(x: Any, seen: dict[int, int]) -> Any:
+    """Returns an object that holds arrays or state, or a container of such objects, as an `Instance`; else `x`.
+
+    Args:
+      seen: The numbers of the objects opened before, and of those around `x`, by their identities.
+    """
+    if is_array(x) or isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
+        return x
+    if is_boundary(x):
+        return x
+    if id(x) in seen:
+        return Again(seen[id(x)])
+    kind: Any = type(x)
+    if is_tree := not jax.tree_util.all_leaves([x]):
+        inside, kind = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+        held: dict[Any, Any] = dict(enumerate(inside))
+    elif _is_plain(kind):
+        held = attributes(x)
+    else:
+        return x
+    number = seen[id(x)] = len(seen)
+    opened = {name: opened_object(y, seen) for name, y in held.items()}
+    if is_tree:
+        holds = any(isinstance(y, Instance | Again) for y in opened.values())
+    else:
+        leaves = jax.tree.leaves(opened, is_leaf=module_libraries.is_flax_node)
+        holds = any(is_array(y) or isinstance(y, Again) or module_libraries.is_flax_node(y) for y in leaves)
+    if not holds:
+        del seen[id(x)]
+    return Instance(number, kind, opened, x) if holds else x
+
+
+class Made:
+    """Makes new objects and containers for the `Instance`s in a tree. These may hold each other."""
+
+    def __init__(self, tree: Any) -> None:
+        self._instances = {each.number: each for each in _instances(tree)}
+        self._unfinished: list[Instance] = []
+
+    def of(self, x: Any) -> Any:
+        """Returns what the function sees in place of `x`."""
+        if isinstance(x, Static):
+            return x.value
+        if not isinstance(x, Instance | Again):
+            return x
+        instance = self._instances[x.number]
+        if not instance.made:
+            if isinstance(instance.kind, type):
+                instance.made.append(_blank(instance.kind))
+                self._unfinished.append(instance)
+            else:
+                instance.made.append(jax.tree.unflatten(instance.kind, map(self.of, instance.attributes.values())))
+        return instance.made[0]
+
+    def finish(self) -> None:
+        """Sets the attributes of the objects, which makes more of them."""
+        for instance in self._unfinished:
+            for name, x in instance.attributes.items():
+                set_attribute(instance.target, name, self.of(x))
+
+
+def _instances(tree: Any) -> Iterator[Instance]:
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Instance) or is_boundary(x)):
+        if isinstance(x, Instance):
+            yield x
+            yield from _instances(x.attributes)
+
+
+def attributes(x: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots included."""
+    state: Any = object.__getstate__(x)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: y for part in parts for name, y in (part or {}).items()}
+
+
+def set_attribute(x: Any, name: str, value: Any) -> None:
+    """Sets an attribute as `attributes` returns it, without `__setattr__` and properties of the class."""
+    if isinstance(inspect.getattr_static(type(x), name, None), types.MemberDescriptorType):
+        object.__setattr__(x, name, value)  # in a slot
+    else:
+        x.__dict__[name] = value
+
+
+def _blank(cls: type) -> Any:
+    """Returns an object without attributes."""
+    return (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
+
+
+@functools.cache
+def _is_plain(cls: Any) -> bool:
+    """Returns whether an object of the class is its attributes alone."""
+    try:
+        _blank(cls)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByIdentity:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def static_key(x: Any, *, by_identity: bool, around: tuple[int, ...] = ()) -> Hashable:
+    """Returns a key that is equal for constants of the same program (`exact`).
+
+    Args:
+      around: Identities of the objects that hold `x`.
+    """
+    if isinstance(x, Static):
+        return Static, static_key(x.value, by_identity=by_identity)
+    kind: Any = type(x)
+    if kind.__hash__ in (object.__hash__, None) and id(x) not in around and _is_plain(kind):
+        leaves, tree = jax.tree.flatten(attributes(x))  # which may have changed since the last call
+        inside = [static_key(y, by_identity=True, around=(*around, id(x))) for y in leaves]
+        return ByIdentity(x), tree, tuple(inside)
+    try:
+        hash(x)
+    except TypeError:
+        if by_identity:
+            return ByIdentity(x)
+        raise TypeError(
+            f"an argument has a {type(x).__qualname__}, which is no array and therefore a constant of the program; a "
+            f"constant must be hashable: {x!r:.100}"
+        ) from None
+    return exact(x)
+
+
+def is_library_jitted(fn: Any) -> bool:
+    """Returns whether `fn` was made by `flax.nnx.jit` or `equinox.filter_jit`."""
+    return module_libraries.flax_jitted(fn) is not None or module_libraries.is_equinox_jitted(fn)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, ARRAYS) and not (isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm")
+
+
+def is_boundary(x: Any) -> bool:
+    return module_libraries.is_flax_node(x) or module_libraries.is_equinox_module(x)

@@ -130,8 +130,11 @@ def held(equation: Any) -> Iterator[tuple[Any, int]]:
     if equation.primitive.name in _KERNELS:
         return
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
+    inside = fingerprint.held_jaxprs(equation)
+    if equation.primitive.name == "custom_linear_solve":  # the other jaxprs are for derivatives
+        inside = iter((equation.params["jaxprs"].solve,))
     if times:
-        yield from ((jaxpr, times) for jaxpr in _held(equation))
+        yield from ((jaxpr, times) for jaxpr in inside)
 
 
 def is_manual(equation: Any) -> bool:
@@ -213,12 +216,6 @@ def is_backward(equation: Any) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
 
 
-def _held(equation: Any) -> Iterator[Any]:
-    if equation.primitive.name == "custom_linear_solve":  # the other jaxprs are for derivatives
-        return iter((equation.params["jaxprs"].solve,))
-    return fingerprint.held_jaxprs(equation)
-
-
 @functools.cache
 def operations_by_primitive() -> Mapping[Any, tuple[Operation[Any], ...]]:
     """Returns, for each JAX primitive, the operations that can replace its equations."""
@@ -251,20 +248,6 @@ def match(
             return operation, matched
         reasons.append(matched)
     return reasons[0]
-
-
-def match_equation(
-    equation: Any, stored: Mapping[Any, StoredLayout]
-) -> tuple[Operation[Any], MatchedEquation[Any]] | None:
-    """Returns the operation that can replace an equation of `operations_by_primitive`, and its problem; None if none.
-
-    Args:
-      stored: memory layouts, from `layouts_around` with all `operations_by_primitive`.
-    """
-    avals = [x.aval for x in equation.invars]
-    layout = stored.get(layout_key(equation.primitive, avals, equation.params))
-    found = match(equation.primitive, avals, equation.params, layout)
-    return None if isinstance(found, str) else found
 
 
 # ------------------------------------------------------------------------------
@@ -329,24 +312,15 @@ def layout_key(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) 
     return primitive, tuple((x.shape, str(x.dtype)) for x in avals), tuple(sorted(params.items()))
 
 
-def layouts_around(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, StoredLayout]:
-    """Returns the most common layouts of each kind of equation, by `key`."""
+def layouts_around(jaxpr: Any, primitives: Collection[Any]) -> tuple[dict[Any, StoredLayout], dict[Any, int]]:
+    """Returns the most common layouts of each kind of equation, and how often one call runs it, by `layout_key`."""
     votes: dict[Any, collections.Counter[StoredLayout]] = collections.defaultdict(collections.Counter)
     for body in bodies(jaxpr):
         if isinstance(body, Body):
             for found, stored in _of_body(body.jaxpr, primitives):
                 votes[found][stored] += body.count
-    return {found: counted.most_common(1)[0][0] for found, counted in votes.items()}
-
-
-def counts(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, int]:
-    """Returns how often one call runs each kind of equation, by `layout_key`."""
-    counted: collections.Counter[Any] = collections.Counter()
-    for body in bodies(jaxpr):
-        if isinstance(body, Body):
-            for found, _ in _of_body(body.jaxpr, primitives):
-                counted[found] += body.count
-    return counted
+    common = {found: counted.most_common(1)[0][0] for found, counted in votes.items()}
+    return common, {found: counted.total() for found, counted in votes.items()}
 
 
 def _of_body(jaxpr: Any, primitives: Collection[Any]) -> Iterator[tuple[Any, StoredLayout]]:
