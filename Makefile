@@ -1,5 +1,5 @@
-# make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
-# is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
+# make demo, make test, make test-all, make lint, make package: each makes its own virtual environment first; python3 >=
+# 3.11 with venv is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
 #
 #   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
 #   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint check-contrib check-records clean
+.PHONY: demo test test-all lint package check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -55,6 +55,19 @@ lint: $(stamp)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The sdist and the wheel in dist/. The tree makes the same wheel as the sdist. In an environment with the wheel alone, and
+# in an empty directory, README.md's program runs.
+package: $(stamp)-dev
+	rm -rf dist build $(VENV)/package
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --wheel --outdir build
+	cmp dist/*.whl build/*.whl
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)/package
+	$(VENV)/package/bin/python -m pip --disable-pip-version-check --quiet install -c $(CONSTRAINTS) dist/*.whl
+	mkdir $(VENV)/package/empty
+	cd $(VENV)/package/empty && ../bin/python -P $(CURDIR)/tests/installed_wheel.py $(CURDIR)/README.md
 
 # All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
 check-contrib:
