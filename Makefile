@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint package check-contrib check-records clean
+.PHONY: demo test test-all lint package newer-jax check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -68,6 +68,16 @@ package: $(stamp)-dev
 	$(VENV)/package/bin/python -m pip --disable-pip-version-check --quiet install -c $(CONSTRAINTS) dist/*.whl
 	mkdir $(VENV)/package/empty
 	cd $(VENV)/package/empty && ../bin/python -P $(CURDIR)/tests/installed_wheel.py $(CURDIR)/README.md
+
+# A JAX newer than JAX, if the index has one, without constraints.
+newer-jax:
+	@if $(PYTHON) -m pip --quiet install --dry-run --ignore-installed --no-deps 'jax>$(JAX)' 2>/dev/null; then \
+		$(MAKE) $(BIN)/python && \
+		$(PIP) install hatchling editables && \
+		$(PIP) install --upgrade --no-build-isolation -e . 'jax>$(JAX)' hypothesis pytest pytest-timeout && \
+		$(BIN)/tile-scheduler --version && \
+		$(BIN)/python -m pytest -m "not slow" tests/versions; \
+	else echo "The index has no JAX newer than $(JAX) for this Python."; fi
 
 # All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
 check-contrib:
