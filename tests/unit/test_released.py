@@ -7,13 +7,13 @@ import gzip
 import itertools
 import re
 import sqlite3
-from pathlib import Path
 
 import pytest
 import released
 import values
 
 import tile_scheduler
+from scheduler.core.errors import StoreError
 from scheduler.core.plan import Plan
 from scheduler.measure import replay
 from scheduler.store import sources, text_files
@@ -60,6 +60,19 @@ def test_the_database_of_a_released_version_is_read(tmp_path, version):
         assert store.forget(values.KEY) == 3
 
 
+def test_trials_in_tables_of_another_optuna_are_read_and_none_are_added(tmp_path):
+    file = tmp_path / "cache.db"
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        connection.executescript((released.RELEASED / tile_scheduler.__version__ / "cache.sql").read_text())
+        connection.execute("UPDATE alembic_version SET version_num = 'v9.0.0.a'")
+        connection.commit()
+    with contextlib.closing(Store(file)) as store:
+        assert store.trials(values.KEY) == released.TRIALS
+        with pytest.raises(StoreError, match=r"optuna.*no longer compatible.*pip install -U optuna"):
+            store.save_trials(values.KEY, [values.trial(7)], values.ENVIRONMENT)
+        assert store.get(values.KEY) == values.record()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_files_of_a_released_version_are_read(tmp_path, version):
     kept = released.RELEASED / version
@@ -72,4 +85,4 @@ def test_the_files_of_a_released_version_are_read(tmp_path, version):
     assert Plan.load(kept / "step.plan.json") == released.PLAN
     recording = tmp_path / "sweep.gz"
     recording.write_bytes(gzip.compress((kept / "sweep.jsonl").read_bytes()))
-    assert replay.read(Path(recording)) == (released.SWEEP, released.TRIALS)
+    assert replay.read(recording) == (released.SWEEP, released.TRIALS)
