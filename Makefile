@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint package newer-jax check-contrib check-records clean
+.PHONY: demo test test-all lint package newer-jax findings check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -78,6 +78,14 @@ newer-jax:
 		$(BIN)/tile-scheduler --version && \
 		$(BIN)/python -m pytest -m "not slow" tests/versions; \
 	else echo "The index has no JAX newer than $(JAX) for this Python."; fi
+
+# Whether other libraries still behave as findings/ says: each program installs its library, for Python 3.12 unless PYTHON
+# is given.
+findings:
+	@failed=0; for program in findings/*.sh; do \
+		if said=$$(bash $$program 2>&1); then echo "as described: $$program"; \
+		else failed=1; echo "changed:      $$program"; echo "$$said" | tail -5; fi; \
+	done; exit $$failed
 
 # All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
 check-contrib:

@@ -18,6 +18,7 @@ from scheduler.store.store import shipped
 from search_spaces import OPERATIONS
 from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
+from tile_scheduler import __version__
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import command_line_page
@@ -26,7 +27,8 @@ import results_page
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "use" / "own-kernels.md").read_text()
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
+TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "findings/README.md")
+DOCUMENTS = (*TOP, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 CODE = ("scheduler", "search_spaces", "benchmarks", "tests")
 IMPORTS = """
 import dataclasses
@@ -142,6 +144,19 @@ def test_every_document_is_reached_from_the_readme():
         links = re.findall(r"\]\(([^)#:]+)", (ROOT / path).read_text())
         left += [os.path.relpath((ROOT / path).parent / link, ROOT) for link in links]
     assert set(DOCUMENTS) <= reached
+
+
+def test_each_finding_has_a_line_in_the_index():
+    folder = ROOT / "findings"
+    lines = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if ".sh" in line]
+    assert [name.strip() for name, *_ in lines] == [f"[`{x.name}`]({x.name})" for x in sorted(folder.glob("*.sh"))]
+    for name, *rest in lines:
+        assert all(cell.strip() for cell in rest), name
+
+
+def test_the_version_of_the_package_is_that_of_the_changelog_and_the_citation():
+    assert re.search(r"(?m)^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text())[1] == __version__
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_figures_of_the_documents_are_those_of_the_results():
