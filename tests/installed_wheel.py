@@ -23,8 +23,9 @@ def main(document: Path) -> None:
     assert not any(Path.cwd().iterdir()), f"{Path.cwd()} is not empty"
     os.environ["TILE_SCHEDULER_CACHE"] = str(Path.cwd() / "cache.db")
     os.environ.pop("PYTHONPATH", None)  # it could lead to what the wheel lacks
-    program = "\n".join(re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL))
-    print(run(sys.executable, "-c", program))
+    program = Path("program.py")
+    program.write_text("\n".join(re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)))
+    print(run(sys.executable, str(program)))
 
     command = str(Path(sys.executable).with_name("tile-scheduler"))
     place = run(sys.executable, "-c", "import tile_scheduler as ts; print(ts.tune.__code__.co_filename)")
