@@ -1,5 +1,5 @@
-# make demo, make test, make test-all, make lint, make package: each makes its own virtual environment first; python3 >=
-# 3.11 with venv is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
+# make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
+# is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
 #
 #   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
 #   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint package newer-jax findings check-contrib check-records clean
+.PHONY: demo test test-all lint check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -56,13 +56,25 @@ lint: $(stamp)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
+check-contrib:
+	rm -f tests/contrib/checked.sha256
+	$(MAKE) test-all EXTRAS=tpu TESTS=tests/contrib
+	$(BIN)/python tests/contrib/conftest.py >tests/contrib/checked.sha256
+
+# Records of this JAX, which kernels may need: PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2
+check-records: $(stamp)
+	$(BIN)/tile-scheduler check-records records
+
+.PHONY: package newer-jax findings
+
 # The sdist and the wheel in dist/. The tree makes the same wheel as the sdist. In an environment with the wheel alone, and
 # in an empty directory, README.md's program runs.
 package: $(stamp)-dev
-	rm -rf dist build $(VENV)/package
+	rm -rf dist build/wheel $(VENV)/package
 	$(BIN)/python -m build --no-isolation
-	$(BIN)/python -m build --no-isolation --wheel --outdir build
-	cmp dist/*.whl build/*.whl
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+	cmp dist/*.whl build/wheel/*.whl
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv $(VENV)/package
 	$(VENV)/package/bin/python -m pip --disable-pip-version-check --quiet install -c $(CONSTRAINTS) dist/*.whl
@@ -86,16 +98,6 @@ findings:
 		if said=$$(bash $$program 2>&1); then echo "as described: $$program"; \
 		else failed=1; echo "changed:      $$program"; echo "$$said" | tail -5; fi; \
 	done; exit $$failed
-
-# All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
-check-contrib:
-	rm -f tests/contrib/checked.sha256
-	$(MAKE) test-all EXTRAS=tpu TESTS=tests/contrib
-	$(BIN)/python tests/contrib/conftest.py >tests/contrib/checked.sha256
-
-# Records of this JAX, which kernels may need: PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2
-check-records: $(stamp)
-	$(BIN)/tile-scheduler check-records records
 
 clean:
 	rm -rf $(VENV) build dist
