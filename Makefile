@@ -66,6 +66,39 @@ check-contrib:
 check-records: $(stamp)
 	$(BIN)/tile-scheduler check-records records
 
+.PHONY: package newer-jax findings
+
+# The sdist and the wheel in dist/. The tree makes the same wheel as the sdist. In an environment with the wheel alone, and
+# in an empty directory, README.md's program runs.
+package: $(stamp)-dev
+	rm -rf dist build/wheel $(VENV)/package
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+	cmp dist/*.whl build/wheel/*.whl
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)/package
+	$(VENV)/package/bin/python -m pip --disable-pip-version-check --quiet install -c $(CONSTRAINTS) dist/*.whl
+	mkdir $(VENV)/package/empty
+	cd $(VENV)/package/empty && ../bin/python -P $(CURDIR)/tests/installed_wheel.py $(CURDIR)/README.md
+
+# A JAX newer than JAX, if the index has one, without constraints.
+newer-jax:
+	@if $(PYTHON) -m pip --quiet install --dry-run --ignore-installed --no-deps 'jax>$(JAX)' 2>/dev/null; then \
+		$(MAKE) $(BIN)/python && \
+		$(PIP) install hatchling editables && \
+		$(PIP) install --upgrade --no-build-isolation -e . 'jax>$(JAX)' hypothesis pytest pytest-timeout && \
+		$(BIN)/tile-scheduler --version && \
+		$(BIN)/python -m pytest -m "not slow" tests/versions; \
+	else echo "The index has no JAX newer than $(JAX) for this Python."; fi
+
+# Whether other libraries still behave as findings/ says: each program installs its library, for Python 3.12 unless PYTHON
+# is given.
+findings:
+	@failed=0; for program in findings/*.sh; do \
+		if said=$$(bash $$program 2>&1); then echo "as described: $$program"; \
+		else failed=1; echo "changed:      $$program"; echo "$$said" | tail -5; fi; \
+	done; exit $$failed
+
 clean:
 	rm -rf $(VENV) build dist
 

@@ -1,17 +1,26 @@
-"""The version of tile-scheduler, and whether the package `scheduler` that Python finds is its own.
+"""All public names of `scheduler` and `search_spaces`, as `import tile_scheduler as ts` and `ts.tuned_matmul`.
 
-PyPI has another package of that name, and a file `scheduler.py` may lie in the directory of a script. This package
-imports no other part of the project, so it works in both cases.
+PyPI has another package named `scheduler`, and a file `scheduler.py` may lie in the directory of a script. This package
+imports no other part of the project before a name is used, so it can report both cases.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
 import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scheduler import *  # noqa: F403
+    from search_spaces import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+# The newest minor version of JAX that the tests ran with (constraints/).
+NEWEST_JAX = (0, 12)
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = os.path.join(_ROOT, "scheduler", "__init__.py")
@@ -44,15 +53,57 @@ def foreign_package() -> str | None:
     return None
 
 
+def untried_jax() -> str | None:
+    """Returns that the installed JAX is newer than the newest that was tried, and what to do; None if it is not."""
+    try:
+        found = importlib.metadata.version("jax")
+        minor = tuple(map(int, found.split(".")[:2]))
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # a development version from a directory
+        return None
+    if minor <= NEWEST_JAX:
+        return None
+    following = f"{NEWEST_JAX[0]}.{NEWEST_JAX[1] + 1}"
+    return (
+        f"tile-scheduler {__version__} was tested with JAX below {following}, and this is {found}: if anything fails, "
+        f"upgrade tile-scheduler, or: pip install 'jax<{following}'"
+    )
+
+
 def warn() -> None:
-    """Warns of a problem of this installation, once in a process."""
+    """Warns of a problem of this installation and of a JAX that is too new, once in a process."""
     global _checked
-    if not _checked and (reason := installation_problem()) is not None:
-        warnings.warn(reason, RuntimeWarning, stacklevel=3)
+    for reason in () if _checked else (installation_problem(), untried_jax()):
+        if reason is not None:
+            warnings.warn(reason, RuntimeWarning, stacklevel=3)
     _checked = True
 
 
 _checked = False
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name of `scheduler` or `search_spaces`, imported on first use.
+
+    Raises:
+      AttributeError: neither has it.
+      ImportError: the package `scheduler` of this process is not this project's; the message has its file and what to
+        do.
+    """
+    for package in _packages():
+        if name in package.__all__:
+            value = globals()[name] = getattr(package, name)
+            return value
+    raise AttributeError(f"module 'tile_scheduler' has no attribute {name!r} (it has: {', '.join(__dir__())})")
+
+
+def __dir__() -> list[str]:
+    return sorted({name for package in _packages() for name in package.__all__})
+
+
+def _packages() -> tuple[Any, Any]:
+    if (reason := foreign_package()) is not None:
+        raise ImportError(reason)
+    return importlib.import_module("scheduler"), importlib.import_module("search_spaces")
 
 
 def _file_of_scheduler() -> str | None:

@@ -158,6 +158,8 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     if (reason := tile_scheduler.installation_problem()) is not None:
         yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
+    if (reason := tile_scheduler.untried_jax()) is not None:
+        yield Finding("jax", "warning", reason)
     yield from _caches()
     yield from _on_miss()
     yield from _misses()

@@ -25,7 +25,7 @@ from scheduler.rewriting.decided import Decided
 from scheduler.rewriting.in_place import FAILED
 from scheduler.rewriting.interleaved import Seconds
 from scheduler.rewriting.lowering import Lowered, Replaced
-from search_spaces import load, lowering_compat
+from search_spaces import load, load_known, lowering_compat
 from search_spaces.space import as_choice
 
 # Longer programs are not stored: they hold large constants, and are lowered again.
@@ -53,7 +53,7 @@ class StoredDecision:
     def load_kernels(self) -> None:
         """Imports the kernels, and with them the libraries that their compiled programs call."""
         for each in self.shown["replaced"]:
-            load(each.operation).kernel(each.backend)
+            load_known(each.operation).kernel(each.backend)
 
     def program(self) -> bytes:
         return zlib.decompress(base64.b64decode(self.module))
@@ -84,7 +84,10 @@ def find(key: str) -> StoredDecision | None:
     shown = dict(found.shown)
     shown |= {name: Seconds(tuple(shown[name])) for name in ("plain", "tuned") if shown.get(name)}
     shown |= {name: tuple(shown[name]) for name in ("changes", "groups")}
-    shown |= {name: tuple(map(_replaced, shown[name])) for name in ("replaced", "dropped")}
+    try:
+        shown |= {name: tuple(map(_replaced, shown[name])) for name in ("replaced", "dropped")}
+    except ValueError:  # an operation that is code, which text must not run
+        return None
     return dataclasses.replace(found, shown=shown)
 
 
@@ -130,7 +133,7 @@ def _replaced_fields(replaced: Replaced) -> dict[str, Any]:
 
 
 def _replaced(fields: Mapping[str, Any]) -> Replaced:
-    problem = load(fields["operation"]).problem.from_canonical(fields["problem"])
+    problem = load_known(fields["operation"]).problem.from_canonical(fields["problem"])
     own = {name: as_choice(value) for name, value in fields.items()}
     return Replaced(**{**own, "problem": problem, "alone": fields["alone"] and Times(*fields["alone"])})
 

@@ -371,5 +371,9 @@ for _operation in NAMED.values():
     globals()[_operation.name.upper()] = _operation
     globals()[_operation.problem.__name__] = _operation.problem
 if TYPE_CHECKING:
+    # In a cycle of imports, mypy does not call what `__getattr__` gives.
+    LayerNormProblem: Any
+    SiluAndMulProblem: Any
+    SiluAndMulJvpProblem: Any
 
     def __getattr__(name: str) -> Any: ...

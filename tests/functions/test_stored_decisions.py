@@ -171,6 +171,30 @@ def test_a_malformed_decision_is_decided_again(work, change):
     assert again.decisions[0].kept == "tuned"
 
 
+def test_a_decision_that_names_code_runs_none_and_is_decided_again(work, tmp_path, monkeypatch):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    code = tmp_path / "code.py"
+    code.write_text(f"open({str(tmp_path / 'it-ran')!r}, 'w').close()")
+    cache = dispatch.user_cache()
+    with cache._user._database.write() as connection:
+        ((key, decision),) = connection.execute(sa.text("SELECT key, decision FROM decisions")).fetchall()
+    text = decision.partition(" ")[2].replace('"operation": "matmul"', f'"operation": "{code}:MATMUL"')
+    assert str(code) in text
+    cache.put_decision(key, f"{stored_decisions._digest(key, text)} {text}")
+    work.clear()
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    assert work
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_other_code_of_this_package_or_jaxlib_decides_again(work, monkeypatch):
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    monkeypatch.setattr(stored_decisions, "_code", lambda: "another version")
+    work.clear()
+    another_process(lambda x: x @ x, keep="tuned")(X)
+    assert work
+
+
 def test_a_version_that_no_longer_compiles_is_decided_again(work, monkeypatch):
     another_process(lambda x: x @ x, keep="tuned")(X)
     monkeypatch.setattr(lowering_compat, "with_module", lambda *_: None)

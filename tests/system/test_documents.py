@@ -18,6 +18,7 @@ from scheduler.store.store import shipped
 from search_spaces import OPERATIONS
 from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
+from tile_scheduler import __version__
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import command_line_page
@@ -26,7 +27,8 @@ import results_page
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "use" / "own-kernels.md").read_text()
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
+TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "findings/README.md")
+DOCUMENTS = (*TOP, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 CODE = ("scheduler", "search_spaces", "benchmarks", "tests")
 IMPORTS = """
 import dataclasses
@@ -144,6 +146,19 @@ def test_every_document_is_reached_from_the_readme():
     assert set(DOCUMENTS) <= reached
 
 
+def test_each_finding_has_a_line_in_the_index():
+    folder = ROOT / "findings"
+    lines = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if ".sh" in line]
+    assert [name.strip() for name, *_ in lines] == [f"[`{x.name}`]({x.name})" for x in sorted(folder.glob("*.sh"))]
+    for name, *rest in lines:
+        assert all(cell.strip() for cell in rest), name
+
+
+def test_the_version_of_the_package_is_that_of_the_changelog_and_the_citation():
+    assert re.search(r"(?m)^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text())[1] == __version__
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_figures_of_the_documents_are_those_of_the_results():
     results = {path.stem: json.loads(path.read_text()) for path in results_page.RESULTS.glob("*.json")}
     run = "run: python benchmarks/results_page.py"
@@ -183,7 +198,7 @@ def test_the_terms_of_the_model_are_told_by_the_names_that_explain_prints():
 
 
 def test_install_says_with_which_jax_the_shipped_records_are_current():
-    install = (ROOT / "docs" / "use" / "chips.md").read_text().partition("## Versions")[2]
+    install = (ROOT / "docs" / "use" / "versions.md").read_text()
     (made,) = {record.environment.jax for record in shipped().records()}
     assert f"measured with JAX {made}" in install
     rows = re.findall(r"(?m)^\| .*? \| ([\d.]+) or newer \| ([\d.]+) \| (\w+) \| (\w+)", install)

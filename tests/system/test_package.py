@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import scheduler
+import search_spaces
 import tile_scheduler
 
 pytestmark = pytest.mark.slow
@@ -103,6 +105,9 @@ def test_what_another_package_was_installed_over_says_so(site):
     status, said = ran(command.with_name("python"), "-c", "import search_spaces")
     assert status == 0
     assert sentence in said
+    status, said = ran(command.with_name("python"), "-c", "import tile_scheduler as ts; ts.tuned_matmul")
+    assert status == 1
+    assert f"ImportError: {sentence}" in said
 
 
 def test_what_was_installed_over_another_package_works_and_says_so(site):
@@ -136,6 +141,11 @@ def test_a_file_beside_a_script_that_hides_the_package_is_named(tmp_path):
     assert f"{tmp_path}/scheduler.py hides the package scheduler of tile-scheduler, {ROOT}/scheduler" in said
     assert "rename that one" in said
     status, said = ran(
+        sys.executable, script(tmp_path, "from tile_scheduler import tuned_matmul"), PYTHONPATH=str(ROOT)
+    )
+    assert status == 1
+    assert f"ImportError: {tmp_path}/scheduler.py hides the package scheduler" in said
+    status, said = ran(
         sys.executable, script(tmp_path, "from tile_scheduler.__main__ import main; main()"), PYTHONPATH=str(ROOT)
     )
     assert (status, said.count("\n")) == (1, 1)
@@ -159,6 +169,54 @@ def test_a_package_in_its_place_says_nothing():
     assert tile_scheduler.installation_problem() is None
     status, said = ran(sys.executable, "-W", "error", "-c", "import scheduler, search_spaces", PYTHONPATH=str(ROOT))
     assert (status, said) == (0, "")
+
+
+def test_tile_scheduler_has_all_public_names_and_loads_what_is_used():
+    assert set(dir(tile_scheduler)) == {*scheduler.__all__, *search_spaces.__all__}
+    assert tile_scheduler.tuned_matmul is scheduler.tuned_matmul
+    assert tile_scheduler.Space is search_spaces.Space
+    with pytest.raises(
+        AttributeError, match=r"'tile_scheduler' has no attribute 'tuned_nothing' \(it has: CacheMiss, "
+    ):
+        tile_scheduler.tuned_nothing  # noqa: B018
+    program = """
+import sys
+import tile_scheduler as ts
+dir(ts)
+assert "jax" not in sys.modules
+ts.tuned_matmul
+mosaic = {"jax.experimental.mosaic.gpu", "jax.experimental.pallas.mosaic_gpu", "jax._src.tpu_custom_call"}
+loaded = mosaic & {*sys.modules}
+assert not loaded, loaded
+"""
+    assert ran(sys.executable, "-W", "error", "-c", program, PYTHONPATH=str(ROOT)) == (0, "")
+
+
+def test_the_description_on_an_index_has_no_relative_link():
+    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
+    module = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    hatch_build = importlib.util.module_from_spec(module)
+    module.loader.exec_module(hatch_build)
+    text = (ROOT / "README.md").read_text()
+    shown = hatch_build.description(text, "https://example.com/us", "v1")
+    assert "](https://example.com/us/blob/v1/docs/" in shown
+    relative = r"""\]\((?!https://)|(?:src|srcset|href)="(?!https://)"""
+    assert re.search(relative, text)
+    assert not re.search(relative, shown)
+    unlinked = hatch_build.description(text, "", "v1")
+    assert not re.search(relative, unlinked)
+    assert "example.com" not in unlinked
+    assert re.findall("```.*?```", text, re.DOTALL) == re.findall("```.*?```", unlinked, re.DOTALL)
+
+
+def test_a_jax_newer_than_those_tried_is_a_warning(monkeypatch):
+    tried = {tuple(map(int, path.stem[4:].split(".")[:2])) for path in (ROOT / "constraints").glob("jax-*.txt")}
+    assert max(tried) == tile_scheduler.NEWEST_JAX
+    assert tile_scheduler.untried_jax() is None
+    monkeypatch.setattr(tile_scheduler, "_checked", False)
+    monkeypatch.setattr(tile_scheduler, "NEWEST_JAX", (0, 9))
+    with pytest.warns(RuntimeWarning, match=r"tested with JAX below 0\.10, and this is .*: pip install 'jax<0\.10'"):
+        tile_scheduler.warn()
 
 
 # What readers meet: files and functions of a size that one can follow, and the field's words.

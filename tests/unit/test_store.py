@@ -319,17 +319,6 @@ def test_constants_are_kept_by_chip_and_kernel_and_refitting_replaces_them(any_s
     assert list(any_store.records()) == []
 
 
-@pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
-def test_a_file_of_every_released_schema_still_reads(path, version):
-    path.parent.mkdir()
-    frozen = Path(__file__).parents[1] / "schemas" / f"{version}.sql"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript(frozen.read_text())
-    store = Store(path)
-    assert store.get(values.KEY) == values.record()
-    assert [c.constants for c in store.calibrations()] == [{"e_hbm": 0.9, "p": 5.0}]
-
-
 def test_a_migration_keeps_what_was_stored(path):
     Store(path).put(values.record())
     grown = (*MIGRATIONS, ("ALTER TABLE schedules ADD COLUMN note TEXT", "UPDATE schedules SET note = 'migrated'"))
