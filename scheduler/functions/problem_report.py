@@ -107,7 +107,7 @@ def job_text(rows: Sequence[ProblemCount], of: str) -> str:
       of: A description of the problems.
     """
     lines = [f"# {of}; on the chip that is to run it:"]
-    lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(rows)])}")
+    lines.append(f"#   tile-scheduler tune-job {shlex.join(['job.toml', *_own(rows)])}")
     for row in rows:
         lines += ["", *_table(row)]
     return "\n".join(lines) + "\n"

@@ -191,7 +191,7 @@ class Problems:
         return problem_report.problems_text(self)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the tuned problems as a job file for ``tile-scheduler tune --job``."""
+        """Writes the tuned problems as a job file for ``tile-scheduler tune-job``."""
         replace_text(file, self.job())
 
     def job(self) -> str:
