@@ -16,9 +16,14 @@ from scheduler.cli.app import app
 
 PAGE = ROOT / "docs" / "use" / "command-line.md"
 # Options of several commands, which the page explains once.
-SHARED = frozenset({"--json", "--hardware", "--device", "--seed", "--own", "--compile-timeout", "--run-timeout"})
+SHARED = frozenset(
+    {"--json", "--hardware", "--device", "--seed", "--own", "--workers", "--compile-timeout", "--run-timeout"}
+)
 PAGES = {  # the page that explains a command
     "tune": "tuning.md",
+    "tune-job": "tuning.md#jobs",
+    "tune-missed": "tuning.md#misses",
+    "replay": "tuning.md#sweeps-replays-calibration",
     "extract": "extract.md",
     "shards": "tensor-parallel.md#one-problem",
     "sweep": "tuning.md#sweeps-replays-calibration",

@@ -70,7 +70,7 @@ def visible(gpus: Sequence[Gpu], **more: str) -> dict[str, str]:
 
 
 def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float, cores: Collection[int] | None = None) -> Ran:
-    """Runs ``tile-scheduler tune --job`` with `job` on all of `gpus`, and interrupts it after so many seconds.
+    """Runs ``tile-scheduler tune-job`` with `job` on all of `gpus`, and interrupts it after so many seconds.
 
     Args:
       cores: the CPU cores that it may use; None for all.
@@ -81,7 +81,7 @@ def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float, cores: Collec
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "job.toml"
         file.write_text(job)
-        command = [sys.executable, "-m", "scheduler", "tune", "--job", str(file), "--devices", "all", "--json"]
+        command = [sys.executable, "-m", "scheduler", "tune-job", str(file), "--devices", "all", "--json"]
         began = time.perf_counter()
         with _watched(gpus) as busy:
             environment = visible(gpus, **{CACHE_VARIABLE: cache})

@@ -42,8 +42,8 @@ from scheduler.core.records import Measurement, Sweep, Trial, point_of
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, observed
 from scheduler.model.cost import Constants, CostModel
-from scheduler.search.named_samplers import SAMPLERS, sampler_of
 from scheduler.search.search import Search
+from scheduler.search.task import SAMPLERS, sampler_of
 from search_spaces import load
 from search_spaces.kernel import Kernel
 

@@ -26,6 +26,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search import jobs
+from scheduler.search.job_queue import DeviceExecutor
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.problem import nbytes
@@ -93,7 +94,7 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
     assert isinstance(task, jobs.Task), task
     store = Store(":memory:")
     started = time.perf_counter()
-    (result,) = jobs.run([task], store=store, runner=runner)
+    (result,) = jobs.run([task], [DeviceExecutor.of(runner)], store=store)
     trials = [] if result.record is None else store.trials(result.record.key)
     return {
         "problem": str(task),

@@ -45,7 +45,7 @@ def main() -> None:
     job = Path(tempfile.mkdtemp()) / "job.toml"
     found.save(job)
     calls = sum(row.count for row in found)
-    print(f"\n{len(found)} problems, posed {calls} times in a step; to tune them: tile-scheduler tune --job {job}")
+    print(f"\n{len(found)} problems, posed {calls} times in a step; to tune them: tile-scheduler tune-job {job}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
         operation = load(name)
         for rows, columns in ((16384, 4096), (512, 131072)):
             problem = operation.problem(rows=rows, columns=columns)
-            first = scheduler.predict(operation, problem, kind=chip.kind)
+            first = scheduler.predict(operation, problem, hardware=chip.kind)
             bound_us = CostModel(chip).lower_bound(problem) * 1e6
             chosen = " ".join(f"{field}={value}" for field, value in first.schedule.items() if value)
             print(f"{name} {rows} x {columns}: {bound_us:.0f} us at least; {first.backend} {chosen}")

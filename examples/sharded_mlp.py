@@ -41,7 +41,7 @@ def main() -> None:
     for row in found:
         print(f"   {row.operation.name} {row.problem}")
 
-    print("2. Tuned. (On GPUs: found.save('job.toml'), and tile-scheduler tune --job job.toml --devices all.)")
+    print("2. Tuned. (On GPUs: found.save('job.toml'), and tile-scheduler tune-job job.toml --devices all.)")
     for row in found:
         record = scheduler.tune(row.operation, row.problem, budget=3)
         print(f"   {row.operation.name}: {record.winner.backend}, {record.tried} trials")

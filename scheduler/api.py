@@ -19,13 +19,15 @@ from scheduler.core import arguments, text
 from scheduler.core import hardware as chips
 from scheduler.core.arguments import named_backends
 from scheduler.core.records import Record
+from scheduler.core.status_line import SearchStatus
 from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.stored import evidence
-from scheduler.measure.runner import RunnerOptions
+from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.prediction import predict as prediction
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
+from scheduler.search.task import SearchOptions
 from scheduler.store.store import require_store
 from search_spaces import OPERATIONS, load, run_by, stop_script_import
 from search_spaces.bindings import drop_traces
@@ -34,9 +36,13 @@ from search_spaces.problem import Problem
 from search_spaces.space import unknown
 
 if TYPE_CHECKING:
+    from scheduler.core.progress import Progress
     from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
+# Keyword arguments of `tune`: those that make its `SearchOptions`, and all.
+_SEARCH = tuple(field.name for field in dataclasses.fields(SearchOptions) if field.name != "backends")
+_OPTIONS = ("store", "backends", "hardware", "runner", "options", "progress", *_SEARCH)
 # Types that a call accepts as an array, with or without values.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
@@ -119,6 +125,9 @@ def tune(
     store: Store | None = None,
     backends: Backends | None = None,
     hardware: str = "",
+    runner: Runner | None = None,
+    options: RunnerOptions | None = None,
+    progress: bool | Callable[[Progress], None] = True,
     **named: Any,
 ) -> Record:
     """Searches for the best schedule of a problem on the local device, stores it, and makes calls use it.
@@ -140,10 +149,12 @@ def tune(
       backends: the kernels to try in addition to the library, named as in `tuned_matmul`; None tries all.
       hardware: a chip, by a part of its name; "" means the local one. Times for a chip that is not present are
         estimates by its compiler (`Record.estimated`), which the extra `tpu` installs.
-      named: `force`, `first_error`, `budget`, `effort`, `seconds`, `seed`, `sampler`, `l2`, `runner`, `options`,
-        `progress`: as in `search.tuner.tune`. With arrays, also the keyword arguments of the call. If a parameter has
-        the same name as one of these or of the arguments above, give the problem instead:
-        ``tune(f, f.problem(x, seed=3), seed=0)``.
+      runner, options: what runs the candidates, as in `search.tuner.tune`.
+      progress: True shows on standard error how far the search is, False shows nothing. A function is called before
+        the first trial and after each.
+      named: `budget`, `seconds`, `seed`, `l2`, `force`, `first_error`, `sampler`: as in `search.task.SearchOptions`.
+        With arrays, also the keyword arguments of the call. If a parameter has the same name as one of these or of the
+        arguments above, give the problem instead: ``tune(f, f.problem(x, seed=3), seed=0)``.
 
     Raises:
       ValueError: unknown operation, field, backend or chip, or a call that no kernel supports.
@@ -153,14 +164,29 @@ def tune(
     stop_script_import()
     require_store(store)
     arguments.checked_text("hardware", hardware)
-    search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
+    search = {name: named.pop(name) for name in _SEARCH if name in named}
     operation, problem = _named(operation, args, named, frozenset(search))
-    recorded = isinstance(search.get("runner"), candidates.Recorded)
+    recorded = isinstance(runner, candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     if hardware:
-        options = search.get("options") or RunnerOptions()
-        search["options"] = dataclasses.replace(options, hardware=chips.find(hardware).kind)
-    record = tuner.tune(operation, problem, store=cache, backends=named_backends(operation, backends), **search)
+        options = dataclasses.replace(options or RunnerOptions(), hardware=chips.find(hardware).kind)
+    if not (isinstance(progress, bool) or callable(progress)):
+        raise TypeError(f"progress={progress!r} is a {type(progress).__name__}; give True, False or a function")
+    with contextlib.ExitStack() as stack:
+        if progress is True:
+            status = SearchStatus()
+            stack.enter_context(status.shown(f"{operation.name} {problem}"))
+            progress = status.search
+        record = tuner.tune(
+            operation,
+            problem,
+            store=cache,
+            runner=runner,
+            options=options,
+            progress=progress or None,
+            backends=named_backends(operation, backends),
+            **search,
+        )
     for lost in record.failed:
         text.warn_safely(lost)
     reload()
@@ -173,18 +199,18 @@ def predict(
     operation: Operation[Any] | str | Callable[..., Any],
     problem: Problem | Mapping[str, Any],
     *,
-    kind: str | None = None,
     backends: Backends | None = None,
+    hardware: str = "",
 ) -> Answer:
-    """Returns the top prediction for `problem` on the chip `kind`, without measuring.
+    """Returns the top prediction for `problem` on the chip `hardware`, by a part of its name, without measuring.
 
-    None is the chip of `scheduler.target`, and without that context the local device. Stored records of similar
+    "" means the chip of `scheduler.target`, and without that context the local device. Stored records of similar
     problems on that chip contribute to the prediction. If there is a valid record of the problem, the result is that
     record's schedule.
     """
     operation, args = _named(operation, (problem,))
-    named = calls.target.value if kind is None else arguments.checked_text("kind", kind)
-    chip = chips.detect() if kind is None and not named else chips.find(named)
+    named = arguments.checked_text("hardware", hardware) or calls.target.value
+    chip = chips.find(named) if named else chips.detect()
     found = evidence(dispatch.user_cache(), operation, args, chip)
     return prediction.predict(operation, args, chip, backends=named_backends(operation, backends), records=found)
 
@@ -205,7 +231,7 @@ def _named(
     if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, named))):
         pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
         decorated = isinstance(given, types.FunctionType) and hasattr(given, "__wrapped__")
-        known = (*operation.options, *(inspect.signature(given).parameters if decorated else ()), *tuner.OPTIONS)
+        known = (*operation.options, *(inspect.signature(given).parameters if decorated else ()), *_OPTIONS)
         for name in named:
             if name not in known:
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
@@ -217,7 +243,7 @@ def _named(
         problem = _problem_of_call(operation, args, named) if pose is None else pose(*args, **named)
         return _operation_for(given, operation, problem), problem
     for name in named:
-        raise TypeError(f"tune has no option {unknown(name, ('store', 'backends', 'hardware', *tuner.OPTIONS))}")
+        raise TypeError(f"tune has no option {unknown(name, _OPTIONS)}")
     if len(args) == 1 and isinstance(args[0], Problem):
         operation = _operation_for(given, operation, args[0])
     if len(args) == 1 and isinstance(args[0], operation.problem):

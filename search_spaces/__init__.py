@@ -9,10 +9,8 @@ import importlib.util
 import json
 import sys
 import types
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import tile_scheduler
 
@@ -178,48 +176,19 @@ def format_problem(operation: str, canonical: str) -> str:
 
 
 def locate(operation: Operation[Any]) -> str | None:
-    """Returns the name by which another process can `load` this operation, or None (if defined in a notebook, say)."""
-    place = _places.get(operation)
-    if place is None or run_by(place.value()) is not operation:
-        place = _held(lambda value: value is operation) or _held(
-            lambda value: isinstance(value, types.FunctionType) and vars(value).get("operation") is operation
-        )
-        if place is None:
-            return None
-        _places[operation] = place
-    return place.name
+    """Returns the name by which another process can `load` this operation, or None (if defined in a notebook, say).
 
-
-class _Place(NamedTuple):
-    """An attribute of a module of this process, and the name by which another process loads its value."""
-
-    module: str
-    attribute: str
-    name: str
-
-    def value(self) -> Any:
-        return getattr(sys.modules.get(self.module), self.attribute, None)
-
-
-# Where operations were found. Runners look them up for every candidate, and a search of all modules takes 10 ms.
-_places: weakref.WeakKeyDictionary[Operation[Any], _Place] = weakref.WeakKeyDictionary()
-
-
-def _held(wanted: Callable[[Any], bool]) -> _Place | None:
-    """Returns the first place with a wanted value; a place in a script only if no module has one."""
-    script: _Place | None = None
-    # Another thread may import meanwhile. `list` of a dict's items is not atomic: it may start a garbage collection,
-    # and its callbacks let other threads run. A copy is.
-    for module_name, module in sys.modules.copy().items():
-        for attribute, value in getattr(module, "__dict__", {}).copy().items():
-            if wanted(value):
-                file = getattr(module, "__file__", None)
-                if module_name not in SCRIPT and not module_name.startswith(LOADED_FILE):
-                    return _Place(module_name, attribute, f"{module_name}:{attribute}")
-                # Only if no module holds it: loading a script runs it.
-                name = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
-                script = None if name is None else _Place(module_name, attribute, name)
-    return script
+    An operation is found as a global of the module that created it, or by a function there that runs it.
+    """
+    module = sys.modules.get(operation.module)
+    # A copy, because other threads may import meanwhile.
+    held = [name for name, value in vars(module).copy().items() if run_by(value) is operation] if module else []
+    if not held:
+        return None
+    if operation.module not in SCRIPT and not operation.module.startswith(LOADED_FILE):
+        return f"{operation.module}:{held[0]}"
+    file = getattr(module, "__file__", None)
+    return f"{Path(file).resolve()}:{held[0]}" if file and file.endswith(".py") else None
 
 
 # Module names of the script that a process runs: multiprocessing uses a name of its own.

@@ -135,6 +135,14 @@ def _made(place: str) -> Any:
     return value_of(place)()
 
 
+def _running_module() -> str:
+    """Returns the name of the module whose top-level code is running in this thread, or ""."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation(Generic[P]):
     """A named operation: its problems, and the kernels that compete to solve them.
@@ -176,6 +184,8 @@ class Operation(Generic[P]):
         have one stage each, and only `scheduler.optimize` replaces them.
       shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.
         Default: None for any problem; the library, which XLA partitions itself, is then used.
+      module: the name of the module or script whose import creates the operation, where `search_spaces.locate` looks
+        for it.
 
     Raises:
       ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
@@ -196,8 +206,10 @@ class Operation(Generic[P]):
     regions: Callable[[Any], Any] | None = None
     regions_last: bool = False
     shard: Callable[[P], Sharding[P] | None] | None = None
+    module: str = dataclasses.field(init=False, default="")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "module", _running_module())
         libraries = [kernel.backend for kernel in self._declared if isinstance(kernel, Kernel) and kernel.library]
         if len(libraries) != 1:
             raise ValueError(f"operation {self.name!r} needs exactly one library kernel, found {libraries or 'none'}")

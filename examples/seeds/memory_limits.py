@@ -126,7 +126,7 @@ def compiled(chip: Hardware, predicted: Sequence[Step]) -> list[Step]:
 def pipelined(chip: Hardware) -> list[Step]:
     """The shipped Hopper kernel, lowered for that chip, with a BK that grows from the model's own choice."""
     kernel = MATMUL.kernel("mosaic_gpu")
-    first = scheduler.predict(MATMUL, PIPELINED, kind=chip.kind, backends=kernel.backend).schedule
+    first = scheduler.predict(MATMUL, PIPELINED, hardware=chip.kind, backends=kernel.backend).schedule
     best = kernel.space(PIPELINED, chip.target).decode(first)
     return [_lowered(kernel, dataclasses.replace(best, tile_k=times * best.tile_k), chip) for times in (1, 2, 4)]
 

@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
             print(printable(f"tile-scheduler: {place}: {type(error).__name__}: {message}"), file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            measures = ctx.invoked_subcommand in ("tune", "sweep")
+            measures = ctx.invoked_subcommand in ("tune", "tune-job", "tune-missed", "sweep")
             kept = "; finished measurements are kept, and the same command resumes" if measures else ""
             print(f"tile-scheduler: interrupted{kept}", file=sys.stderr)
             raise typer.Exit(128 + (watch.number or signal.SIGINT)) from None
@@ -96,6 +96,9 @@ app = typer.Typer(
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "tune": tuning.tune,
+    "tune-job": tuning.tune_job,
+    "tune-missed": tuning.tune_missed,
+    "replay": tuning.replay,
     "extract": extracting.extract,
     "shards": extracting.shards_command,
     "sweep": measuring.sweep,

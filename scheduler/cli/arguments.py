@@ -13,7 +13,7 @@ import typer
 
 from scheduler.cli.terminal import reserve_stdout, say
 from scheduler.core import files
-from scheduler.core.arguments import MOST, MOST_SEED
+from scheduler.core.arguments import MOST, MOST_SEED, checked_budget
 from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from scheduler.core.records import Key, Record
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import job_queue
-    from scheduler.search.task import SearchOptions, Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -51,6 +50,14 @@ def reject(combinations: Mapping[str, bool]) -> None:
             raise typer.BadParameter(message)
 
 
+def _budget(text: str | int) -> int:
+    """Parses the number of trials; an error then names the option."""
+    try:
+        return checked_budget(int(text) if str(text).isdecimal() else text)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 _OPERATION = "A name (matmul), package.module:NAME, or file.py:NAME."
 _TIMEOUT = {"min": 0.001, "callback": finite}
 
@@ -62,18 +69,55 @@ OnlyOperation = Annotated[
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
 OptionalFields = Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")]
 JobFile = Annotated[Path | None, typer.Option(help="A TOML file that lists problems.")]
+Budget = Annotated[
+    int,
+    typer.Option(
+        parser=_budget,
+        metavar="N",
+        help="Number of trials; or quick (8), default (64), or full (until nothing improves).",
+    ),
+]
+Seconds = Annotated[float | None, typer.Option(help="Start no trial after this many seconds.", **_TIMEOUT)]
 Backends = Annotated[
     str | None, typer.Option(help="Kernels to try in addition to XLA: comma-separated names, or pallas.")
 ]
 Part = Annotated[
-    str | None,
-    typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share a job but no cache."),
+    str,
+    typer.Option(help="i/n: every n-th problem from the i-th, for hosts that share a job but no cache."),
 ]
 Own = Annotated[
     list[str] | None,
     typer.Option(
         callback=load_each, help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."
     ),
+]
+SamplerName = Annotated[
+    str,
+    typer.Option(
+        "--sampler",
+        help="Sampler of schedules: model (the cost model, then a surrogate), a sampler of Optuna (tpe, gp, cmaes, "
+        "nsgaii, qmc, random), or module:NAME.",
+    ),
+]
+L2State = Annotated[
+    Any,
+    typer.Option(
+        parser=str,
+        metavar="STATE",
+        help="L2 cache state before each run: cold (operands in memory) or warm.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Tune again even if a valid record exists.")]
+TargetChip = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        help="Part of a chip's name: v6e. For an absent chip, its compiler estimates times and nothing runs.",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST, help="Number of compile processes.  [default: one per core; on a CPU none]"),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of all random draws and orders.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=reserve_stdout)]
@@ -91,26 +135,39 @@ RunTimeout = Annotated[
 
 
 def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Problem]:
-    from search_spaces import load
-
-    operation = load(name)
-    try:
-        return operation, operation.problem.parse(field_texts(fields))
-    except ValueError as error:
-        raise ValueError(f"{operation.name}: {error}") from error
-
-
-def named_tasks(operation: Operation[Any], fields: Sequence[str], search: SearchOptions) -> list[Task]:
-    """Returns the search task for the problem, or those for the points of a range, of command-line fields.
+    """Returns the operation and the problem of command-line fields.
 
     Raises:
-      ValueError: the fields are not a problem or a range.
+      ValueError: there is no such operation, or the fields are not a problem.
     """
-    from scheduler.search import jobs
+    operation, (problem, *others) = problems_of(name, fields)
+    if others:
+        raise ValueError(f"{operation.name}: a range is several problems; only tune takes a range")
+    return operation, problem
 
+
+def problems_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], list[Problem]]:
+    """Returns the operation and the problem, or the problems at the points of a range, of command-line fields.
+
+    The fields of a row function are its arrays and static arguments.
+
+    Raises:
+      ValueError: there is no such operation, or the fields are not a problem or a range.
+    """
+    from scheduler.search import task
+    from search_spaces import load, value_of
+    from search_spaces.autotuned import arguments as written
+
+    operation = load(name)
+    function: Any = value_of(name) if ":" in name else None
     try:
-        return jobs.tasks_of(operation, field_texts(fields), search)
-    except ValueError as error:
+        texts = field_texts(fields)
+        if not hasattr(function, "operations"):
+            return operation, task.problems_of(operation, texts)
+        given = {x: written.array_of(x, text) if "[" in text else written.value_of(text) for x, text in texts.items()}
+        problem = function.problem(**given)
+        return next(each for each in function.operations if each.problem is type(problem)), [problem]
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{operation.name}: {error}") from error
 
 
@@ -240,16 +297,6 @@ def chip_of(identity: str) -> Hardware | None:
 
 
 # ------------------------------------------------------------------------------
-# Selection of the cluster for a job.
-
-Engine = Annotated[str | None, typer.Option(help="Engine that distributes a job over the GPUs of several hosts: ray.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="Address of the cluster: HOST:PORT, auto, or local (starts one on this host).  [default: auto]"),
-]
-
-
-# ------------------------------------------------------------------------------
 # Access of commands to the stores.
 
 T = TypeVar("T")
@@ -315,35 +362,77 @@ def records_of(store: Store, operation: str | None, hardware: str | None) -> lis
 
 
 # ------------------------------------------------------------------------------
-# Selection of the devices of this host for a job.
+# Where searches run.
 
 Devices = Annotated[
-    str | None, typer.Option(help="GPUs of one kind that share a job: all, or indices among the visible ones: 0,2,3.")
+    str | None,
+    typer.Option(
+        help="GPUs of one kind that share the problems: all, indices among the visible ones (0,2,3), or those of a Ray "
+        "cluster: ray, or ray:ADDRESS with HOST:PORT or local (starts a cluster on this host).  [default: one]"
+    ),
 ]
 
 
-def chosen(text: str | None, operation: Operation[Any], options: RunnerOptions) -> list[job_queue.DeviceExecutor]:
-    """Returns an executor for each device in `text`; "all" without a GPU is this CPU, None the device of `options`.
+def runner_options(
+    device: int,
+    workers: int | None,
+    compile_timeout_s: float | None,
+    run_timeout_s: float | None,
+    hardware: str | None = None,
+) -> RunnerOptions:
+    from scheduler.core.hardware import find
+    from scheduler.measure.runner import RunnerOptions
+
+    with usage_errors():
+        kind = "" if hardware is None else find(hardware).kind
+    return RunnerOptions(device, workers, compile_timeout_s, run_timeout_s, hardware=kind)
+
+
+@contextlib.contextmanager
+def executors(
+    devices: str | None, operation: Operation[Any] | None, options: RunnerOptions
+) -> Iterator[Sequence[job_queue.Executor]]:
+    """Yields an executor for each device, and closes them.
+
+    "all" without a GPU is this CPU, and None is the device of `options`.
+
+    Args:
+      operation: one of the operations to search; None if there is none, and no executor is needed.
 
     Raises:
-      BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
+      BadParameter: `devices` is malformed, names a device that is absent, names one twice, or names GPUs of several
+        kinds.
+      SchedulerError: no Ray cluster of this address can be used.
     """
     from scheduler.measure.gpu import Gpu
     from scheduler.search import job_queue
+    from search_spaces import value_of
 
-    if text is None:
-        return [job_queue.DeviceExecutor.for_operation(operation, options)]
-    chips = Gpu.chips()
-    if text == "all" and not chips:
-        return [job_queue.DeviceExecutor.for_operation(operation, options, "the CPU")]
-    with usage_errors():
-        return job_queue.gpu_executors(operation, _indices(text, chips), options)
+    if operation is None:
+        yield []
+        return
+    if devices is not None and devices.partition(":")[0] == "ray":
+        cluster = value_of("scheduler.contrib.fleet.ray_cluster:executors")
+        with cluster(devices.partition(":")[2] or "auto", options) as found:
+            yield found
+        return
+    chips = {} if devices is None else Gpu.chips()
+    if chips or devices not in (None, "all"):
+        with usage_errors():
+            local = job_queue.gpu_executors(operation, _indices(str(devices), chips), options)
+    else:
+        local = [job_queue.DeviceExecutor.for_operation(operation, options)]
+    try:
+        yield local
+    finally:
+        for executor in local:
+            executor.close()
 
 
 def _indices(text: str, chips: dict[int, str]) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if text != "all" and not all(word.isdecimal() and word.isascii() for word in words):
-        raise ValueError(f"--devices must be all, or comma-separated indices such as 0,2,3, found {text!r}")
+        raise ValueError(f"--devices must be all, indices such as 0,2,3, or ray, found {text!r}")
     indices = list(chips) if text == "all" else [int(word) for word in words]
     if len(set(indices)) < len(indices):
         raise ValueError(f"--devices {text} contains a GPU twice")

@@ -35,7 +35,7 @@ def extract(
     hardware: HardwareName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the tuned calls of a function as a job for `tune --job`, and list what scheduler.optimize would replace.
+    """Write the tuned calls of a function as a job for `tune-job`, and list what scheduler.optimize would replace.
 
     The job goes to standard output, everything else to standard error. --mesh simulates devices on the CPU; the
     problems are those of one device.
@@ -99,7 +99,7 @@ def shards_command(
     out_specs: Annotated[
         str | None, typer.Option(help="A partition spec per result. By default it follows from the operands.")
     ] = None,
-    as_job: Annotated[bool, typer.Option("--job", help="Write the problems as a job for `tune --job`.")] = False,
+    as_job: Annotated[bool, typer.Option("--job", help="Write the problems as a job for `tune-job`.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the problem on each device of a mesh for the usual shardings of a problem, or for a given sharding.

@@ -182,7 +182,7 @@ def explanation_json(
     `held` is the entry that a call selects, or the reason why the record cannot be used.
     """
     from scheduler.cli.record_report import picked, record_json
-    from scheduler.inspect.provenance import failures
+    from scheduler.inspect.verdict import failures
 
     kernels = [
         {
@@ -213,7 +213,7 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
       trials_kept: whether the store has the trials of the problem's record. Without them, the number of schedules tried
         is unknown.
     """
-    from scheduler.inspect.provenance import failures
+    from scheduler.inspect.verdict import failures
 
     title = f"{account.backend}, version {account.version}"
     if account.refused:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -230,7 +231,7 @@ def report(
     versions = {"tile-scheduler": __version__, "jax": importlib.metadata.version("jax")}
     origin = page.Origin(list(stored.stores), versions, f"{now:%Y-%m-%dT%H:%M:%SZ}", stored.left_out_texts())
     rows = [(where, record, stored.stores[where].last_trials(record.key)) for where, record in stored.records]
-    records = list(counted("explaining records", len(rows))(content.gather(rows, own)))
+    records = list(counted("explaining records", content.gather(rows, own), len(rows)))
     if pictures == "none":
         drawn = content.no_pictures(records, "This report was written without pictures (--pictures none).")
     elif not plots.available():
@@ -238,7 +239,7 @@ def report(
             records, "Pictures need matplotlib: run pip install 'tile-scheduler[plots]', and write the report again."
         )
     else:
-        count = counted("drawing the pictures of records", len(records))
+        count = functools.partial(counted, "drawing the pictures of records", total=len(records))
         drawn = content.drawn_pictures(records, count, every=pictures == "all")
     text = page.page(records, stored.unfinished, origin, drawn)
     with arguments.file_errors(out):

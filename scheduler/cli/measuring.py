@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scheduler.cli import arguments
-from scheduler.cli.terminal import console_here, output, print_json, say, shown_searches
+from scheduler.cli.terminal import console_here, output, print_json, say
 from scheduler.core.arguments import MOST
 from scheduler.core.errors import SchedulerError
 from scheduler.core.records import Failure
+from scheduler.core.status_line import SearchStatus
 from scheduler.core.text import seconds_text
 
 if TYPE_CHECKING:
@@ -37,19 +37,19 @@ def sweep(
     seed: arguments.Seed = 0,
     backends: arguments.Backends = None,
     device: arguments.Device = 0,
-    part: arguments.Part = None,
+    part: arguments.Part = "1/1",
     own: arguments.Own = None,
     compile_timeout: arguments.CompileTimeout = None,
     run_timeout: arguments.RunTimeout = None,
 ) -> None:
-    """Measure every legal schedule of a problem, or a sample, and write a file that `tune --replay` searches anywhere.
+    """Measure every legal schedule of a problem, or a sample, and write a file that `replay` searches anywhere.
 
     The same command resumes an interrupted sweep.
     """
     arguments.reject(
         {
             "give either an operation with its fields, or a job: --job job.toml": (operation is None) == (job is None),
-            "--part needs --job": part is not None and job is None,
+            "--part needs --job": part != "1/1" and job is None,
             "set backends of a job in its file": job is not None and backends is not None,
         }
     )
@@ -62,7 +62,7 @@ def sweep(
 
     with arguments.usage_errors():
         if job is not None:
-            tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or ()), part or "1/1")
+            tasks = jobs.part(jobs.parse(arguments.read_text(job), own=own or ()), part)
         else:
             op, problem = arguments.problem_of(str(operation), fields or [])
             tasks = [Task(op, problem, SearchOptions(backends=jobs.parse_backends(op, backends)))]
@@ -82,7 +82,8 @@ def sweep(
                 runner = start_runner(task.operation, RunnerOptions(device, None, compile_timeout, run_timeout))
                 stack.callback(runner.close)
             path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
-            with shown_searches() as shown:
+            status = SearchStatus()
+            with status.shown(str(task)):
                 head, trials = sweeps.sweep(
                     task.operation,
                     task.problem,
@@ -93,7 +94,7 @@ def sweep(
                     seed=seed,
                     repetitions=repetitions,
                     again=again,
-                    progress=functools.partial(shown.search, task),
+                    progress=status.search,
                 )
             output(
                 *record_report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", ""

@@ -1,4 +1,4 @@
-"""The command `misses`, and the tasks of `tune --missed`."""
+"""The command `misses`, and the tasks of `tune-missed`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def misses(
 
 
 def tasks_missed(
-    store: Store, local_chip: Hardware, search: SearchOptions, *, everything: bool, part: str | None
+    store: Store, local_chip: Hardware, search: SearchOptions, *, everything: bool, part: str
 ) -> list[Task]:
     """Returns the search tasks for cache misses on the chip `local_chip`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
@@ -87,7 +87,7 @@ def tasks_missed(
         gain = f"their total expected gain is below {missed.MIN_GAIN:.1%}"
         say(f"{len(skipped)} problems are left out: {gain} (--all includes them)")
     with arguments.usage_errors():
-        mine = jobs.part(selected, part or "1/1")
+        mine = jobs.part(selected, part)
     tasks = [Task(one.operation, one.problem, search) for one in mine if one.operation and one.problem]
     if not tasks:
         output(f"No call on {local_chip.id} missed a record that is worth a search.")
@@ -135,7 +135,7 @@ def misses_table(of: Sequence[Missed], width: int) -> Iterator[RenderableType]:
     yield ""
     yield (
         "XLA, best: predicted times of one call. gain: their difference times the lowered calls (not runs). "
-        "share: gain over XLA's total time. `tile-scheduler tune --missed` searches the problems of the local chip, or "
+        "share: gain over XLA's total time. `tile-scheduler tune-missed` searches the problems of the local chip, or "
         "of --hardware, in this order."
     )
 

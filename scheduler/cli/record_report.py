@@ -25,10 +25,12 @@ from scheduler.core.records import (
     point_of,
 )
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
-from scheduler.inspect.provenance import failures, stale, stale_line, unverified_line
+from scheduler.inspect.provenance import stale, stale_line, unverified_line
 from scheduler.inspect.verdict import (
+    Standing,
     bases_of,
     compared,
+    failures,
     first_line,
     gain_text,
     order_note,
@@ -237,6 +239,7 @@ def result_json(result: Result) -> Json:
     problem = getattr(result.task, "problem", None)
     if result.before is not None:
         values["before"] = dataclasses.asdict(result.before)
+        values["saved_s"] = saved_s(result)
     if result.entry is not None:
         values["answer"] = entry_json(result.entry, problem, result.hardware)
     if result.record is not None:
@@ -283,17 +286,48 @@ def _gain(result: Result) -> str:
 
     Empty if the time before was not measured. If the final comparison is inconclusive, the text is its state.
     """
+    stands = _against_before(result)
+    return "" if stands is None else ratio_text(stands.ratio) if stands.state == "ahead" else stands.state
+
+
+def _against_before(result: Result) -> Standing | None:
+    """Compares the fastest schedule with the one that calls used before; None if that was not measured."""
     before, record, after = result.before, result.record, result.entry
     if before is None or record is None or after is None or not before.measured:
-        return ""
+        return None
     same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
     if after != record.winner or not same:  # the two were not measured in the same comparison
         ratio = before.seconds / after.measurement.median_s
-        return ratio_text(ratio) if ratio >= 1 else "undecided"
-    if same[0] == record.winner:
-        return "1.00x"
-    stands = standing(record, same[0])
-    return ratio_text(stands.ratio) if stands.state == "ahead" else stands.state
+        return Standing("ahead" if ratio >= 1 else "undecided", ratio)
+    return Standing("ahead", 1.0) if same[0] == record.winner else standing(record, same[0])
+
+
+def saved_s(result: Result) -> float | None:
+    """Returns the seconds that a call saves by the search; 0 if no gain is sure, None if that was not measured."""
+    stands = _against_before(result)
+    if stands is None or result.entry is None:
+        return None
+    return result.entry.measurement.median_s * max(0.0, stands.ratio - 1) if stands.state == "ahead" else 0.0
+
+
+def cost_text(of: Sequence[Result]) -> str:
+    """Says what the searches of these results cost, and after how many calls they are repaid; "" if there was none."""
+    searched = [result for result in of if result.state == "tuned"]
+    if not searched:
+        return ""
+    cost_s = sum(result.elapsed_s for result in searched)
+    known = [(gain_s, result.task) for result in searched if (gain_s := saved_s(result)) is not None]
+    gain_s = sum(gain_s * getattr(task, "count", 1) for gain_s, task in known)
+    one = len(of) == 1
+    cost = f"The {'search' if one else 'searches'} took {seconds_text(cost_s)}"
+    if gain_s:
+        saved = f"{'saves' if one else 'save'} {seconds_text(gain_s)} per {'call' if one else 'round'}"
+        times = f"{int(float(f'{cost_s / gain_s:.3g}')) + 1:,} {'calls' if one else 'rounds'}"
+        each = "" if one else " In a round each problem is called once, or as often as the job counts."
+        return f"{cost} and {saved}: repaid after {times}.{each}"
+    if len(known) < len(searched):
+        return f"{cost}. The gain is unknown: the schedule that calls used before was not measured."
+    return f"{cost} and {'gains' if one else 'gain'} nothing: calls are as fast without {'it' if one else 'them'}."
 
 
 def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:

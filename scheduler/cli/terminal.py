@@ -1,15 +1,14 @@
-"""Output to standard output and standard error, and progress of searches."""
+"""Output to standard output and standard error."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
@@ -19,14 +18,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scheduler.core.status_line import StatusLine
 from scheduler.core.text import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from scheduler.core.progress import Progress
-    from scheduler.search.job_run import Step
-    from scheduler.search.task import Result, Task
 
 
 T = TypeVar("T")
@@ -100,42 +96,19 @@ def say(message: str) -> None:
     print(printable(message), file=sys.stderr, flush=True)
 
 
-def best_text(progress: Progress) -> str:
-    """Formats the best result of a search so far."""
-    from scheduler.core.records import choice_text
-    from scheduler.core.text import seconds_text
-
-    best = progress.best
-    if best is None:
-        return "compiling the first candidate" if progress.last is None else "no candidate has run yet"
-    time_s = getattr(best.outcome, "median_s", float("nan"))
-    prefix = "estimated " if getattr(best.outcome, "estimated", False) else ""
-    return f"best {prefix}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
-
-
 # Number of progress lines in all if standard error is not a terminal.
 _SHARE = 10
 
 
-def counted(label: str, total: int) -> Callable[[Iterable[T]], Iterable[T]]:
-    """Returns a function that wraps an iterable of `total` items and shows on standard error how many are done.
-
-    It shows a bar on a terminal, otherwise a line for each tenth. An item is done when the next one is requested.
-    """
-
-    def lines(things: Iterable[T]) -> Iterator[T]:
-        next_line = 0
+def counted(label: str, things: Iterable[T], total: int) -> Iterator[T]:
+    """Yields `total` things and says on standard error how many are done: those before the one that is next."""
+    status, next_line = StatusLine(say), 0
+    with status.shown(label):
         for done, thing in enumerate(things):
-            if (share := done * _SHARE // max(total, 1)) >= next_line:
-                say(f"{label}: {done} of {total} done")
-                next_line = share + 1
+            share = done * _SHARE // max(total, 1)
+            status.step(f"{done} of {total} done", news=share >= next_line)
+            next_line = share + 1
             yield thing
-
-    if not sys.stderr.isatty():
-        return lines
-    from rich.progress import track
-
-    return functools.partial(track, description=label, total=total, console=Console(stderr=True))
 
 
 # ------------------------------------------------------------------------------
@@ -205,91 +178,3 @@ def ledger(
         for row in rows:
             yield line(row.of, row.figures)
             yield from (Padding(Text(printable(text), overflow="fold"), (0, 0, 0, 2)) for text in row.under if text)
-
-
-# ------------------------------------------------------------------------------
-# Progress on standard error: running searches, and the job to which they belong.
-
-
-@contextlib.contextmanager
-def shown_searches(*, several: bool = False) -> Iterator[_Lines | _Bars]:
-    """Shows searches: on a terminal, a bar for each, and one for their job; otherwise, a line for each new best.
-
-    Args:
-      several: whether the job has several executors. If so, each search is labeled with its executor.
-
-    Yields:
-      An object to call after each trial, as `search` or, in a job, as `step`; and as `ended` after a problem of a job.
-    """
-    if not sys.stderr.isatty():
-        yield _Lines(several)
-        return
-    with contextlib.closing(_Bars(several)) as bars:
-        yield bars
-
-
-def _eta_text(eta_s: float | None) -> str:
-    if eta_s is None:
-        return ""
-    return f"{eta_s:.0f} s left" if eta_s < 180 else f"{eta_s / 60:.0f} min left"
-
-
-class _Lines:
-    def __init__(self, several: bool) -> None:
-        self._several = several
-        self._shown: dict[int, str] = {}
-
-    def search(self, task: Task, search: Progress) -> None:
-        self._line(task, search, _eta_text(search.eta_s))
-
-    def step(self, step: Step) -> None:
-        job = [f"{step.job.done} of {step.job.total} problems done", _eta_text(step.job.eta_s)]
-        self._line(
-            step.task, step.search, "", self._several * f"{step.executor}: ", f" ({', '.join(filter(None, job))})"
-        )
-
-    def _line(self, task: Task, search: Progress, left: str, before: str = "", after: str = "") -> None:
-        best = best_text(search)
-        if search.done == search.budget or self._shown.get(id(task)) != best:
-            self._shown[id(task)] = best
-            parts = [f"{search.done}/{search.budget} trials", left, best]
-            say(f"{before}{task}: {', '.join(filter(None, parts))}{after}")
-
-    def ended(self, result: Result) -> None:
-        if result.state == "failed":
-            say(f"{result.task}: failed")
-
-
-class _Bars:
-    def __init__(self, several: bool) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
-        columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
-        self._bars = Progress(*columns, console=Console(stderr=True))
-        self._several = several
-        self._rows: dict[int, Any] = {}  # by the id of the task; 0 is the job
-        self._bars.start()
-
-    def search(self, task: Task, search: Progress, left: bool = True, executor: str = "") -> None:
-        best = printable(best_text(search)).partition(":")[0]  # without the schedule, to fit in one line
-        eta = _eta_text(search.eta_s) if left else ""
-        self._draw(id(task), printable(f"{executor}{task}"), search.done, search.budget, eta, best)
-
-    def step(self, step: Step) -> None:
-        self._draw(0, "problems", step.job.done, step.job.total, _eta_text(step.job.eta_s))
-        self.search(step.task, step.search, left=False, executor=self._several * f"{step.executor}: ")
-
-    def _draw(self, row: int, label: str, done: int, total: int, left: str, best: str = "") -> None:
-        if row not in self._rows:
-            self._rows[row] = self._bars.add_task("", total=total, label="", left="", best="")
-        self._bars.update(self._rows[row], completed=done, label=label, left=left, best=best)
-
-    def ended(self, result: Result) -> None:
-        if (row := self._rows.pop(id(result.task), None)) is not None:
-            self._bars.remove_task(row)
-        if 0 in self._rows:
-            self._bars.advance(self._rows[0])
-
-    def close(self) -> None:
-        self._bars.stop()

@@ -44,6 +44,20 @@ def checked_integer_or_none(name: str, value: Any, *, least: int = 1, most: int 
     return None if value is None else _or_none(checked_integer, name, value, least=least, most=most)
 
 
+# Trials of a search, by effort: the model's top predictions; enough for most spaces; until nothing improves.
+EFFORTS = {"quick": 8, "default": 64, "full": 4096}
+
+
+def checked_budget(value: Any) -> int:
+    """Returns the number of trials of a word of `EFFORTS`, otherwise the result of `checked_integer`."""
+    if isinstance(value, str) and value in EFFORTS:
+        return EFFORTS[value]
+    try:
+        return checked_integer("budget", value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, or {', '.join(EFFORTS)}") from None
+
+
 def checked_seed(value: Any) -> int:
     """Returns `value` as the seed of a random draw, from 0 to 2^32 - 1; raises as `checked_integer` does."""
     return checked_integer("seed", value, least=0, most=MOST_SEED)

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import re
+import threading
 import unicodedata
 import urllib.parse
 import warnings
@@ -232,3 +233,27 @@ def log_once(message: str, level: int = logging.WARNING) -> None:
 def warn_once(message: str) -> None:
     """Issues a RuntimeWarning once per process and message."""
     warn_safely(message)
+
+
+# ------------------------------------------------------------------------------
+# Suppression of Optuna's log messages about this program's studies, but not about the user's own studies.
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Drops messages of Optuna's storages from this thread. The user's verbosity setting is unchanged."""
+    _thread.quiet = True
+    try:
+        yield
+    finally:
+        _thread.quiet = False
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    return not getattr(_thread, "quiet", False)
+
+
+for _name in ("optuna.storages._in_memory", "optuna.storages._rdb.storage"):
+    logging.getLogger(_name).addFilter(_wanted)

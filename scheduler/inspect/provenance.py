@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import importlib.metadata
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from scheduler.core.records import Failure, Key, Measurement, Record, Trial, choice_text
+from scheduler.core.records import Key, Measurement, Record, Trial, choice_text
 from scheduler.core.text import one_line, seconds_text
 from scheduler.inspect.verdict import against_library, confidence, first_line, standing
 from search_spaces import format_problem
@@ -115,9 +114,3 @@ def unfinished_text(trials: Sequence[Trial]) -> str:
         how = "estimated " if isinstance(best.outcome, Measurement) and best.outcome.estimated else ""
         parts = f", the best {how}{seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
     return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{parts}"
-
-
-def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """Returns the number of failed trials by reason, the most frequent first."""
-    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
-    return dict(collections.Counter(reasons).most_common())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from scheduler.core.records import TIE, Entry, Record, Schedule, Trial, choice_text, label_of, schedule_text
+from scheduler.core.records import TIE, Entry, Failure, Record, Schedule, Trial, choice_text, label_of, schedule_text
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 
 
@@ -258,3 +259,9 @@ def bases_of(record: Record | None) -> dict[str, tuple[str, Schedule]]:
         if entry.schedule:
             bases.setdefault(entry.backend, (name, entry.schedule))
     return bases
+
+
+def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
+    """Returns the number of failed trials by reason, the most frequent first."""
+    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
+    return dict(collections.Counter(reasons).most_common())

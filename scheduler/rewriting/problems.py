@@ -194,7 +194,7 @@ class Problems:
         return problems_text(self)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the tuned problems as a job file for ``tile-scheduler tune --job``."""
+        """Writes the tuned problems as a job file for ``tile-scheduler tune-job``."""
         replace_text(file, self.job())
 
     def job(self) -> str:
@@ -436,7 +436,7 @@ def job_text(rows: Sequence[ProblemCount], of: str) -> str:
       of: A description of the problems.
     """
     lines = [f"# {of}; on the chip that is to run it:"]
-    lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(rows)])}")
+    lines.append(f"#   tile-scheduler tune-job {shlex.join(['job.toml', *_own(rows)])}")
     for row in rows:
         lines += ["", *_table(row)]
     return "\n".join(lines) + "\n"

@@ -87,7 +87,7 @@ def collect(
     size = 0
     won = list(map(versioned, _winners(near, besides=operation.library.backend)))
     always_kept, requested = {*known, *won}, set(first)
-    for kernel in sorted(operation.kernels, key=lambda kernel: not kernel.library):
+    for kernel in sorted(operation.kernels_on(runner.hardware.target.platform), key=lambda kernel: not kernel.library):
         if kernel.backend not in allowed and not kernel.library:
             continue
         if reason := kernel.supports(problem, runner.hardware.target):

@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from scheduler.core import text
 from scheduler.core.errors import SamplerFailed
-from scheduler.core.optuna_log import quietly
+from scheduler.core.text import quietly
 from scheduler.search.samplers import CANDIDATE, Candidate, CandidateSpace, Known, LegalSampler, Mask, ModelSampler
 
 _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is too small for another trial

@@ -4,39 +4,117 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import inspect
 import re
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from scheduler.core import arguments
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, L2S, AllFailed, Entry, Record, Schedule
-from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
+from search_spaces import value_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Trials of a search, by effort: the model's top predictions; enough for most spaces; until nothing improves.
-EFFORTS = {"quick": 8, "default": 64, "full": 4096}
-BUDGET = EFFORTS["default"]
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
+BUDGET = arguments.EFFORTS["default"]
+# The cost model's order, then a surrogate: `samplers.ModelSampler`.
+MODEL = "model"
+# Optuna samplers: name -> class.
+SAMPLERS: Mapping[str, str] = {
+    "tpe": "TPESampler",
+    "gp": "GPSampler",
+    "cmaes": "CmaEsSampler",
+    "nsgaii": "NSGAIISampler",
+    "qmc": "QMCSampler",
+    "random": "RandomSampler",
+}
+# Packages in addition to Optuna that a class of samplers imports when it proposes.
+_NEEDS: Mapping[str, Sequence[str]] = {
+    "GPSampler": ("torch", "scipy"),
+    "CmaEsSampler": ("cmaes",),
+    "QMCSampler": ("scipy",),
+}
+Sampler = Union[str, "BaseSampler"]
 
 
-def trials(budget: int | None, effort: str | None) -> int:
-    """Returns the budget of a search: `budget` itself, or that of `effort`. Raises ValueError if both are given."""
-    if effort is None:
-        return BUDGET if budget is None else budget
-    if budget is not None:
-        raise ValueError(f"budget={budget} and effort={effort!r} both set the number of trials: give one of them")
-    return EFFORTS[arguments.checked_choice("effort", effort, tuple(EFFORTS))]
+def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
+    """Returns the sampler of a search; None stands for `samplers.ModelSampler`.
+
+    Args:
+      named: an Optuna sampler; "model"; a key of `SAMPLERS`; or ``module:NAME``, which refers to a sampler, a sampler
+        class or a function that returns a sampler. A class or a function is called with ``seed=seed`` if it has that
+        parameter, else without arguments.
+
+    Raises:
+      TypeError, ValueError: `named` is not a sampler, or the sampler needs a package that is not installed.
+    """
+    if named == MODEL:
+        return None
+    made = _made(named, seed)
+    _require_packages(made)
+    return made
+
+
+def _made(named: Sampler, seed: int) -> BaseSampler:
+    import optuna
+
+    if isinstance(named, optuna.samplers.BaseSampler):
+        return named
+    if not isinstance(named, str):
+        raise TypeError(f"sampler must be an Optuna sampler or the name of one, found {named!r}")
+    if ":" in named:
+        try:
+            made = value_of(named)
+        except (ImportError, AttributeError, OSError) as error:
+            raise ValueError(f"the sampler {named} cannot be loaded: {error}") from error
+        if callable(made):
+            try:
+                made = made(seed=seed) if "seed" in inspect.signature(made).parameters else made()
+            except Exception as error:  # a class or a function of the user's own
+                raise ValueError(
+                    f"a call of {named} with the seed alone makes no sampler: {type(error).__name__}: {error}; write a "
+                    "function that returns the sampler, and name that function"
+                ) from error
+        if not isinstance(made, optuna.samplers.BaseSampler):
+            raise ValueError(f"{named} must be or return an Optuna sampler, found {type(made).__name__}")
+        return made
+    if named not in SAMPLERS:
+        raise ValueError(f"unknown sampler {named!r}: use {', '.join([MODEL, *SAMPLERS])}, or module:NAME")
+    options = {"warn_independent_sampling": False} if named in ("cmaes", "qmc") else {}
+    if named == "qmc":
+        options["scramble"] = True  # otherwise the points are the same for every seed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler: BaseSampler = getattr(optuna.samplers, SAMPLERS[named])(seed=seed, **options)
+    return sampler
+
+
+def _require_packages(sampler: BaseSampler) -> None:
+    """Raises a ValueError if the sampler, or one within it as in `PartialFixedSampler`, needs a missing package."""
+    from optuna.samplers import BaseSampler
+
+    several = [sampler]
+    for each in several:
+        several += [inner for inner in vars(each).values() if isinstance(inner, BaseSampler) and inner not in several]
+        for name in (of.__name__ for of in type(each).__mro__):
+            if missing := [one for one in _NEEDS.get(name, ()) if importlib.util.find_spec(one) is None]:
+                raise ValueError(f"{name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:
-    """Options of a search: of `scheduler.tune`, of the command `tune`, and of the tasks of a job.
+    """Options of a search: of `scheduler.tune`, of the command line, of the tasks of a job, and of a fleet's orders.
 
     Attributes:
-      budget: maximum number of trials, including the library's. The search stops earlier if no untried candidate can
-        win, or if the last trials brought no improvement and none is expected; the record gives the reason.
+      budget: maximum number of trials, including the library's; or "quick" (8), "default" (64) or "full" (until nothing
+        improves). The search stops earlier if no untried candidate can win, or if the last trials brought no
+        improvement and none is expected; the record gives the reason.
       seconds: time after which no more trials are proposed. Without this limit, a search in interpret mode (on a CPU)
         that would take more than `tuner.LONGEST_INTERPRETED_S` is rejected.
       backends: kernels to try in addition to the library; None tries all that support the problem.
@@ -63,18 +141,13 @@ class SearchOptions:
     sampler: Sampler = MODEL
 
     def __post_init__(self) -> None:
-        arguments.checked_integer("budget", self.budget)
+        object.__setattr__(self, "budget", arguments.checked_budget(self.budget))
         arguments.checked_positive_or_none("seconds", self.seconds)
         arguments.checked_seed(self.seed)
         arguments.checked_choice("l2", self.l2, L2S)
         arguments.checked_flag("force", self.force)
         arguments.checked_flag("first_error", self.first_error)
         sampler_of(self.sampler, self.seed)  # validates the sampler
-
-    @classmethod
-    def of(cls, *, budget: int | None = None, effort: str | None = None, **others: Any) -> SearchOptions:
-        """Returns options whose budget is `budget`, or that of `effort`: "quick", "default" or "full"."""
-        return cls(trials(budget, effort), **others)
 
     @property
     def searches_known(self) -> bool:

@@ -7,9 +7,9 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from scheduler.core import text
+from scheduler.core import fingerprints, text
 from scheduler.core.errors import CandidateFailed, StoreError
 from scheduler.core.neighbours import Near
 from scheduler.core.records import (
@@ -29,6 +29,10 @@ from scheduler.store.lease import Leases
 
 if TYPE_CHECKING:
     from scheduler.store.studies import Described
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
+    from search_spaces.space import Choice
+    from search_spaces.target import Target
 
 
 class TrialStore(Leases, Protocol):
@@ -207,3 +211,32 @@ class Trials:
 def seconds(trial: Trial) -> float | None:
     """Returns the time of a trial, or None if it failed."""
     return trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None
+
+
+class TrialParameters:
+    """Returns the parameters of candidates of one problem, with their distributions, for Optuna's dashboard."""
+
+    def __init__(self, operation: Operation[Any], problem: Problem, target: Target) -> None:
+        from scheduler.search import samplers  # imports Optuna
+
+        kernels = [
+            kernel for kernel in operation.kernels_on(target.platform) if kernel.supports(problem, target) is None
+        ]
+        spaces = {kernel.backend: kernel.space(problem, target) for kernel in kernels}
+        choices: list[Mapping[str, Choice]] = [{samplers.BACKEND: backend} for backend in spaces]
+        for space in spaces.values():
+            choices += [
+                {samplers.name_of(field): value} for field, several in space.choices.items() for value in several
+            ]
+        self._distributions = samplers.distributions_of(choices)
+        self._defaults = {backend: dict(space.defaults) for backend, space in spaces.items()}
+
+    def __call__(self, which: fingerprints.Chosen) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the parameters of a candidate or trial. Fields that records omit have their defaults."""
+        from scheduler.search import samplers
+
+        found = samplers.parameters_of(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
+        named = {name: value for name, value in found.items() if name in self._distributions}
+        return {
+            n: samplers.suggested_schedule(self._distributions[n], value) for n, value in named.items()
+        }, self._distributions

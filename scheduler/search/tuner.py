@@ -35,9 +35,8 @@ from scheduler.measure.runner import Task as MeasureTask
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.search import baseline, candidates, runoff
-from scheduler.search.named_samplers import sampler_of
-from scheduler.search.task import BUDGET, SearchOptions, Task
-from scheduler.search.trials import Trials, TrialStore, TrialWriter
+from scheduler.search.task import BUDGET, SearchOptions, Task, sampler_of
+from scheduler.search.trials import TrialParameters, Trials, TrialStore, TrialWriter
 from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
 from search_spaces.operation import Operation
@@ -76,8 +75,7 @@ def tune(
         the search is then limited to the schedules in the recording.
       options: options of a runner that is started here.
       progress: called before the first trial and after each, from the calling thread.
-      search_options: the fields of `SearchOptions`; or `effort`, "quick" (8 trials), "default" (64) or "full" (until
-        nothing improves), in place of `budget`.
+      search_options: the fields of `SearchOptions`.
 
     Raises:
       TypeError, ValueError: as `SearchOptions`.
@@ -88,7 +86,7 @@ def tune(
       WorkerError: the workers cannot start.
       UnknownChip: the chip is not in the hardware table, so no candidate can be chosen.
     """
-    task = Task(operation, problem, SearchOptions.of(**search_options))
+    task = Task(operation, problem, SearchOptions(**search_options))
     with contextlib.ExitStack() as stack:
         if runner is None:
             runner = start_runner(operation, options)
@@ -104,16 +102,6 @@ def tune(
             if made is not None and not baseline.stale_reason(task, hardware, made, tracer):
                 return made
         return search(task, runner, store, progress)
-
-
-# Options of `tune` other than `backends` and `store`.
-OPTIONS = (
-    "effort",
-    *(field.name for field in dataclasses.fields(SearchOptions) if field.name != "backends"),
-    "runner",
-    "options",
-    "progress",
-)
 
 
 def search(task: Task, runner: Runner, store: TrialStore | None, progress: Callable[[Progress], None] | None) -> Record:
@@ -156,8 +144,6 @@ class _Tuning:
         with self.runner.reserve(self.operation, self.problem, options.l2, exclusive=options.seconds is not None):
             known, near, parameters = self._known(), list[Neighbour](), None
             if self.store is not None:
-                from scheduler.search.trial_parameters import TrialParameters
-
                 hardware = self.runner.hardware
                 records = baseline.similar_records(self.operation, self.problem, hardware, self.store)
                 near = nearest(self.operation, self.problem, hardware, records, within=WORTH_A_TRIAL)

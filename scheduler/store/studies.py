@@ -35,9 +35,8 @@ import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
-from scheduler.core.optuna_log import quietly
 from scheduler.core.records import Environment, Failure, Key, Measurement, Trial, Versioned, versioned
-from scheduler.core.text import log_once
+from scheduler.core.text import log_once, quietly
 from scheduler.store import queries
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, SEARCHES

@@ -313,8 +313,8 @@ class ProgramProblem(RowProblem):
     def parse(cls, texts: Mapping[str, str]) -> Any:
         if "text" not in texts:
             raise ValueError(
-                "a row program has too many equations to type; in Python, call scheduler.tune(f, *arrays) with the "
-                "function, or run `tile-scheduler tune --missed`"
+                "a row program has too many equations to type: name its function, as in `tile-scheduler tune file.py:f "
+                "'x=float32[64,128]'`, or run `tile-scheduler tune-missed`"
             )
         return super().parse(texts)
 

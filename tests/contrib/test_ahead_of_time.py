@@ -151,7 +151,7 @@ def test_in_python_a_chip_is_named():
     record = scheduler.tune(PRODUCT, problem, hardware="v5e", options=options)
     assert record.estimated
     assert record.key.hardware == V5E.id
-    assert scheduler.predict(PRODUCT, problem, kind="v5e").reason.startswith("estimated by the compiler")
+    assert scheduler.predict(PRODUCT, problem, hardware="v5e").reason.startswith("estimated by the compiler")
 
 
 def _compare(chip):

@@ -118,8 +118,8 @@ def test_searches_end_with_their_command_however_it_ends_and_the_same_command_go
         'operation = "gated:GATED"\nbudget = 4\n'
         f'[[problem]]\nn = 8\ngate = "{gate}"\n[[problem]]\noperation = "matmul"\nm=8\nn=8\nk=8\ndtype="float32"\n'
     )
-    command = [sys.executable, "-m", "scheduler", "tune", "--job", job, "--own", "gated:GATED", "--engine", "ray"]
-    command += ["--address", cluster.address]
+    command = [sys.executable, "-m", "scheduler", "tune-job", job, "--own", "gated:GATED", "--devices"]
+    command += [f"ray:{cluster.address}"]
     for signalled, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
             searching = waiting(gate)

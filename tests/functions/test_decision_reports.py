@@ -176,7 +176,7 @@ def test_the_line_is_shown_at_once_redrawn_with_the_time_and_erased(as_stderr, m
         status.step("tracing")
         assert terminal.getvalue().startswith("\roptimize(step): tracing, 0 s")
         assert terminal.third.wait(60)
-    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert terminal.getvalue().endswith("\r\x1b[K\r")
     assert "\n" not in terminal.getvalue()
     after = terminal.written
     status.step("more")
@@ -201,14 +201,14 @@ def test_the_line_names_each_step_of_a_decision(as_stderr):
         "comparing the results of both versions",
         "timing both versions",
     ]
-    assert shown[-1] == "\x1b[K"
+    assert shown[-2:] == ["\x1b[K", ""]
 
 
 def test_an_error_of_the_function_erases_the_line(as_stderr):
     terminal = as_stderr()
     with pytest.raises(TypeError, match="contracting dimension"):
         scheduler.optimize(lambda a, b: a @ b)(jnp.ones((2, 3)), jnp.ones((2, 3)))
-    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert terminal.getvalue().endswith("\r\x1b[K\r")
 
 
 def test_without_a_terminal_the_steps_go_to_the_logger_alone(caplog, capsys):

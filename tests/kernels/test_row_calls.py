@@ -1,6 +1,7 @@
 """Calls of the operations on rows: what they mean, under which transformations, and what their gradients save."""
 
 import functools
+import json
 import logging
 import re
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import scheduler
 from scheduler import (
@@ -20,12 +22,13 @@ from scheduler import (
     tuned_silu_and_mul,
     tuned_softmax,
 )
+from scheduler.cli.app import app
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.prediction.predict import predict
 from scheduler.store.store import shipped
-from search_spaces import load
+from search_spaces import load, value_of
 from search_spaces.rows.formulas import (
     ADD_RMS_NORM,
     SILU_AND_MUL_BACKWARD,
@@ -602,3 +605,31 @@ def test_the_model_knows_what_xla_takes_for_row_operations_of_which_it_has_no_co
     for (operation, rows, columns), us in measured.items():
         predicted_s = model.library_seconds(load(operation).problem(rows, columns, "bfloat16"))
         assert 0.85 < us * 1e-6 / predicted_s < 1.15, operation
+
+
+ROWS_FILE = """
+import jax.numpy as jnp
+import scheduler
+
+@scheduler.rows
+def scaled(x, weight, *, power=2):
+    return x * weight / jnp.sum(x**power)
+"""
+
+
+def test_a_row_function_is_tuned_and_shown_on_the_command_line_by_its_name_and_arrays(tmp_path):
+    file = tmp_path / "own_rows.py"
+    file.write_text(ROWS_FILE)
+    words = [f"{file}:scaled", "x=float32[8,16]", "weight=float32[16]", "power=4"]
+    tuned = json.loads(CliRunner().invoke(app, ["tune", *words, "--budget", "2", "--json"]).stdout)
+    function = value_of(words[0])
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16,))]
+    assert tuned["record"]["problem"]["text"] == function.problem(*arrays, power=4).text
+    shown = json.loads(CliRunner().invoke(app, ["show", *words, "--json"]).stdout)
+    assert [one["problem"] for one in shown] == [tuned["record"]["problem"]]
+    for wrong, complaint in (
+        ("x=float32[16]", "missing a required argument: 'weight'"),
+        ("x=flot32[8,16]", "no dtype"),
+    ):
+        ended = CliRunner().invoke(app, ["tune", words[0], wrong])
+        assert (ended.exit_code, complaint in " ".join(ended.output.split())) == (2, True), ended.output

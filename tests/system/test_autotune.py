@@ -3,14 +3,12 @@
 import ast
 import dataclasses
 import functools
-import gc
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -251,7 +249,7 @@ def test_candidates_that_are_wrong_or_do_not_build_are_reported_and_the_right_on
     assert "note: pallas: 2 of 4 schedules gave wrong results" in str(record)
     shown = CliRunner().invoke(app, ["show", "own_kernels:faulty", "x=float32[40]"]).output
     assert "pallas: 2 of 4 schedules gave wrong results (how=" in shown
-    told = json.loads(CliRunner().invoke(app, ["tune", "own_kernels:faulty", "x=float32[40]", "--json"]).output)
+    told = json.loads(CliRunner().invoke(app, ["tune", "own_kernels:faulty", "x=float32[40]", "--json"]).stdout)
     assert told["record"]["notes"] == [note]
     trials = Store(os.environ["TILE_SCHEDULER_CACHE"]).last_trials(record.key)
     outcomes = {trial.schedule["how"]: trial.outcome for trial in trials if trial.backend == "pallas"}
@@ -519,42 +517,13 @@ def test_it_is_located_by_the_function_and_loaded_by_its_name():
         load("own_kernels:linear_reference")
 
 
-def test_where_an_operation_was_found_is_remembered_as_long_as_it_is_there(monkeypatch):
-    module = types.ModuleType("holds_it")
-    monkeypatch.setitem(sys.modules, "holds_it", module)
-    operation = added(name="moving").operation
-    assert locate(operation) is None
-    module.here = operation
-    assert locate(operation) == "holds_it:here"
-    with monkeypatch.context() as looked:
-        looked.setattr("search_spaces._held", lambda wanted: pytest.fail("it looks through all modules again"))
-        assert locate(operation) == "holds_it:here"
-    module.there = module.__dict__.pop("here")
-    assert locate(operation) == "holds_it:there"
-    del module.there
-    assert locate(operation) is None
-
-
-def test_an_operation_is_located_while_another_thread_imports():
-    """The garbage collector lets other threads run within a call: its callback imports here as another thread would."""
-    imported = []
-
-    def import_one(phase, info):
-        if phase == "start":
-            imported.append(f"imported_{len(imported)}")
-            sys.modules[imported[-1]] = types.ModuleType(imported[-1])
-
-    before = gc.get_threshold()
-    try:
-        gc.callbacks.append(import_one)
-        gc.set_threshold(5)
-        assert locate(added(name="nowhere").operation) is None
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(import_one)
-        for name in imported:
-            del sys.modules[name]
-    assert imported
+def test_an_operation_is_a_global_of_the_module_that_creates_it(tmp_path, monkeypatch):
+    (tmp_path / "creates_it.py").write_text("import own_kernels\nmade = own_kernels.again()\n")
+    (tmp_path / "imports_it.py").write_text("from creates_it import made as renamed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(own_kernels, "again", lambda: added(name="moving"), raising=False)
+    assert locate(load("imports_it:renamed")) == "creates_it:made"
+    assert locate(added(name="nowhere").operation) is None
 
 
 def test_a_function_of_a_function_works_in_this_process_and_no_worker_can_load_it():

@@ -22,6 +22,7 @@ from scheduler.measure.runner import InProcess
 from scheduler.prediction.transfer import recheck
 from scheduler.search import jobs
 from scheduler.search.baseline import is_current
+from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.task import SearchOptions
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -165,14 +166,14 @@ def test_in_a_job_its_row_says_it_and_the_others_go_on(own, here, tmp_path):
         n = 8
         k = 8
     """)
-    status, out, err = here("tune", "--job", job, "--json", "--own", f"{path}:BIAS_GELU")
+    status, out, err = here("tune-job", job, "--json", "--own", f"{path}:BIAS_GELU")
     broken, good = json.loads(out)["results"]
     assert status == 1
     assert (broken["state"], good["state"]) == ("tuned", "tuned")
     assert len(broken["record"]["failed"]) == 1
     assert good["record"]["failed"] == []
     assert "bias_gelu m=50 n=64: 2 of 2 schedules of blocked failed: lower: TypeError" in err
-    status, out, _ = here("tune", "--job", job, "--own", f"{path}:BIAS_GELU")
+    status, out, _ = here("tune-job", job, "--own", f"{path}:BIAS_GELU")
     assert "2 of 2 schedules of blocked failed: lower: TypeError" in " ".join(out.split())
     states = {name: row for row in out.splitlines() for name in ("bias_gelu m=", "matmul m=") if name in row}
     assert ("tuned" in states["bias_gelu m="], "known" in states["matmul m="]) == (True, True)
@@ -243,10 +244,12 @@ def test_a_kernel_of_which_one_schedule_runs_is_not_broken():
 def test_what_lacked_memory_or_a_process_is_no_fault_of_the_kernel_and_is_tried_again(stage):
     store, task = Store(":memory:"), jobs.Task(PACED, EIGHT, SearchOptions(budget=5))
     for _ in range(2):
-        (result,) = jobs.run([task], store=store, runner=Scripted(Failure(stage, "none left")))
+        (result,) = jobs.run([task], [DeviceExecutor.of(Scripted(Failure(stage, "none left")))], store=store)
         assert (result.state, result.broken) == ("tuned", ())
         assert [lost.failure.stage for lost in result.record.failed] == [stage]
-    (result,) = jobs.run([task], store=store, runner=Scripted(Failure(stage, "none left"), Failure("lower", "no")))
+    (result,) = jobs.run(
+        [task], [DeviceExecutor.of(Scripted(Failure(stage, "none left"), Failure("lower", "no")))], store=store
+    )
     assert [lost.failure for lost in result.broken] == [Failure("lower", "no")]
 
 
@@ -264,13 +267,13 @@ def test_what_is_settled_depends_on_who_is_asked_for():
     dropped = Operation("paced", DoubleProblem, (Dropped(), DoubleLibrary()))
     assert is_current(jobs.Task(dropped, EIGHT), CPU, store) == record
     task = jobs.Task(PACED, EIGHT, SearchOptions(budget=5, backends=frozenset({"xla"})))
-    (result,) = jobs.run([task], store=store, runner=Scripted())
+    (result,) = jobs.run([task], [DeviceExecutor.of(Scripted())], store=store)
     assert (result.state, result.broken) == ("known", ())
 
 
 def test_a_backend_asked_for_alone_that_never_ran_fails_with_its_reason():
     task = jobs.Task(PACED, EIGHT, SearchOptions(budget=5, backends=frozenset({"scripted"})))
-    (result,) = jobs.run([task], store=Store(":memory:"), runner=Scripted(Failure("lower", "no")))
+    (result,) = jobs.run([task], [DeviceExecutor.of(Scripted(Failure("lower", "no")))], store=Store(":memory:"))
     assert result.state == "failed"
     assert "4 of 4 schedules of scripted failed: lower: no" in result.reason
 

@@ -120,7 +120,7 @@ OPTIONS = [
     ("tune softmax rows=8 columns=128", "workers"),
     ("tune softmax rows=8 columns=128", "seed"),
     ("tune softmax rows=8 columns=128", "device"),
-    ("tune --missed", "minutes"),
+    ("tune-missed", "minutes"),
     ("verify", "within"),
     ("verify", "seed"),
     ("sweep softmax rows=8 columns=128 --out x", "sample"),

@@ -194,8 +194,8 @@ JOB = 'operation = "softmax"\nbackends = "interpret"\nbudget = 3\n[[problem]]\nr
     "command",
     [
         "tune softmax rows=8 columns=128 --budget 3",
-        "tune --job job.toml",
-        "tune --missed",
+        "tune-job job.toml",
+        "tune-missed",
         "sweep softmax rows=8 columns=128 --out sweep.jsonl.gz",
         "verify",
         "report --out page.html",

@@ -12,6 +12,7 @@ from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
 from scheduler.measure.runner import InProcess
 from scheduler.search import baseline, jobs
+from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.jobs import Malformed, SearchOptions, Task, parse, parse_backends
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -114,7 +115,7 @@ def test_one_bad_problem_does_not_stop_the_rest(runner):
         Malformed("matmul m=x", "m='x' is no int"),
         Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), SearchOptions(budget=2)),
     ]
-    results = list(jobs.run(tasks, store=Store(":memory:"), runner=runner))
+    results = list(jobs.run(tasks, [DeviceExecutor.of(runner)], store=Store(":memory:")))
     assert [(result.state, result.reason) for result in results] == [("failed", "m='x' is no int"), ("tuned", "")]
 
 
@@ -126,7 +127,7 @@ def test_what_fails_while_it_is_tuned_is_a_result_with_its_reason():
             return Measurement(1e-3, (1e-3,), "wall", "warm")
 
     tasks = [Task(DOUBLE, DoubleProblem(n), SearchOptions(budget=2)) for n in (1, 2)]
-    first, second = jobs.run(tasks, store=Store(":memory:"), runner=Broken())
+    first, second = jobs.run(tasks, [DeviceExecutor.of(Broken())], store=Store(":memory:"))
     assert (first.state, first.reason) == ("failed", "the workers went away")
     assert second.state == "tuned"
 
@@ -134,7 +135,7 @@ def test_what_fails_while_it_is_tuned_is_a_result_with_its_reason():
 def test_what_is_tuned_is_skipped_unless_forced(runner):
     store, problem = Store(":memory:"), MatmulProblem(16, 16, 16, "float32")
     tasks = [Task(MATMUL, problem, SearchOptions(budget=2, force=force)) for force in (False, False, True)]
-    states = [next(jobs.run([task], store=store, runner=runner)).state for task in tasks]
+    states = [next(jobs.run([task], [DeviceExecutor.of(runner)], store=store)).state for task in tasks]
     assert states == ["tuned", "known", "tuned"]
 
 
@@ -142,7 +143,12 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
     seen = []
     task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3))
     result = next(
-        jobs.run([task], store=Store(":memory:"), runner=runner, progress=lambda step: seen.append(step.search.done))
+        jobs.run(
+            [task],
+            [DeviceExecutor.of(runner)],
+            store=Store(":memory:"),
+            progress=lambda step: seen.append(step.search.done),
+        )
     )
     assert seen == [0, 1, 2, 3]
     assert result.entry == result.record.winner
@@ -158,12 +164,12 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
         MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3, backends=frozenset({"interpret"}))
     )
     with contextlib.closing(Store(tmp_path / "shipped.db")) as store:
-        record = next(jobs.run([task], store=store, runner=runner)).record
+        record = next(jobs.run([task], [DeviceExecutor.of(runner)], store=store)).record
         # A schedule that neither the search nor the model would have named first.
         odd = dataclasses.replace(record.best(task.options.backends), schedule=ODD)
         store.put(dataclasses.replace(record, entries=(odd,)))
     monkeypatch.setattr(baseline, "shipped", lambda: Store(tmp_path / "shipped.db"))
-    result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
+    result = next(jobs.run([task], [DeviceExecutor.of(runner)], store=Store(":memory:")))
     assert result.before.schedule == ODD
     assert result.before.measured
 
@@ -172,7 +178,7 @@ def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
     task = Task(
         MATMUL, MatmulProblem(32, 32, 32, "float32"), SearchOptions(budget=3, backends=frozenset({"interpret"}))
     )
-    result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
+    result = next(jobs.run([task], [DeviceExecutor.of(runner)], store=Store(":memory:")))
     assert result.entry.backend == "interpret"
     assert result.library is not None
 
@@ -180,7 +186,7 @@ def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
 @pytest.mark.slow
 def test_the_example_job_runs(runner):
     store = Store(":memory:")
-    results = list(jobs.run(parse(EXAMPLE.read_text()), store=store, runner=runner))
+    results = list(jobs.run(parse(EXAMPLE.read_text()), [DeviceExecutor.of(runner)], store=store))
     assert [(result.state, result.reason) for result in results] == [("tuned", "")] * 3
     assert [result.record.tried for result in results] == [6, 4, 6]
     assert {record.key for record in store.records()} == {result.record.key for result in results}
@@ -210,11 +216,11 @@ def test_an_operation_that_cannot_be_loaded_is_one_bad_problem(code, complaint, 
 def test_a_malformed_record_is_tuned_again(runner, tmp_path):
     store = Store(tmp_path / "cache.db")
     task = Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), SearchOptions(budget=1))
-    list(jobs.run([task], store=store, runner=runner))
+    list(jobs.run([task], [DeviceExecutor.of(runner)], store=store))
     with contextlib.closing(sqlite3.connect(tmp_path / "cache.db")) as connection, connection:
         connection.execute("UPDATE schedules SET record = '{}'")
-    (again,) = jobs.run([task], store=store, runner=runner)
+    (again,) = jobs.run([task], [DeviceExecutor.of(runner)], store=store)
     assert again.state == "tuned"
     assert "malformed" in again.reason
-    (known,) = jobs.run([task], store=store, runner=runner)
+    (known,) = jobs.run([task], [DeviceExecutor.of(runner)], store=store)
     assert known.state == "known"

@@ -402,16 +402,14 @@ def test_the_command_line_takes_the_problem_from_the_recording_and_stores_only_o
     assert "4 drawn with seed 0, and the library, measured 2 times each" in told
     assert f"Written to {path}" in told
     user = Store(os.environ["TILE_SCHEDULER_CACHE"])
-    out, _ = run("tune", "--replay", path, "--budget", 3)
+    out, _ = run("replay", path, "--budget", 3)
     assert "m=32" in out
     assert "3 trials of" in out
     assert "Not stored: the store is in memory" in out
     assert user.keys() == []
-    said = json.loads(run("tune", "matmul", *SMALL, "--replay", path, "--budget", 3, "--json", "--store")[0])
+    said = json.loads(run("replay", path, "--budget", 3, "--json", "--store")[0])
     assert said["record"]["tried"] == 3
     assert [key.operation for key in user.keys()] == ["matmul"]  # noqa: SIM118 (no mapping)
-    _, err = run("tune", "matmul", "m=8", "n=8", "k=8", "--replay", path, status=1)
-    assert "not matmul" in err
 
 
 def test_a_job_is_swept_into_a_file_for_each_problem(tmp_path):
@@ -433,8 +431,6 @@ def test_a_job_is_swept_into_a_file_for_each_problem(tmp_path):
     [
         (["sweep", "--out", "x"], "an operation with its fields"),
         (["sweep", "matmul", *SMALL], "--out"),
-        (["tune", "--replay", "x", "--job", "y"], "an operation with its fields"),
-        (["tune", "matmul", *SMALL, "--store"], "--store needs --replay"),
     ],
 )
 def test_wrong_words_are_told_with_the_right_ones(arguments, complaint):
@@ -442,7 +438,7 @@ def test_wrong_words_are_told_with_the_right_ones(arguments, complaint):
 
 
 def test_a_replay_of_nothing_is_a_sentence():
-    assert "not-there" in run("tune", "--replay", "not-there", status=1)[1]
+    assert "not-there" in run("replay", "not-there", status=1)[1]
 
 
 def test_the_files_of_sweeps_that_were_begun_are_found_under_the_same_names():

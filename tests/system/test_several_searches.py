@@ -19,6 +19,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.search import jobs
+from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.reverify import reverify
 from scheduler.search.task import SearchOptions
 from scheduler.search.task import Task as JobTask
@@ -126,7 +127,9 @@ def test_records_verified_at_once_build_each_rival_once_in_processes_started_onc
 def test_a_job_that_processes_without_a_device_help_gives_the_same_records():
     def entries(options):
         tasks = [JobTask(REPEATED, DoubleProblem(n), SearchOptions(budget=5)) for n in (512, 1024)]
-        results = list(jobs.run(tasks, store=Store(":memory:"), options=options))
+        results = list(
+            jobs.run(tasks, [DeviceExecutor.for_operation(tasks[0].operation, options)], store=Store(":memory:"))
+        )
         assert {result.state for result in results} == {"tuned"}
         return {
             (str(result.task), entry.backend, *entry.schedule.items())

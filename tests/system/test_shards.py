@@ -95,7 +95,7 @@ def test_a_job_has_each_problem_once_and_can_be_read(capfd):
     assert len({task.problem for task in tasks}) == len(tasks) == 6
     assert all(task.operation.name == "matmul" for task in tasks)
     assert "m over data, k over model" in err
-    assert "tile-scheduler tune --job job.toml" in out
+    assert "tile-scheduler tune-job job.toml" in out
 
 
 @pytest.mark.parametrize(

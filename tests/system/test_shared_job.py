@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_cli import run
 
+import scheduler
 from scheduler.measure.gpu import Gpu
 from scheduler.search import jobs
 from scheduler.store.store import Store
@@ -51,7 +52,7 @@ def owners(store):
 def test_processes_that_share_a_job_tune_each_problem_once_though_one_is_killed(store, tmp_path):
     problems = "".join(f"[[problem]]\nn = {8 * n}\n" for n in range(1, 10))
     (tmp_path / "job.toml").write_text(f'operation = "{PACED}"\nbudget = {BUDGET}\n{problems}')
-    command = [sys.executable, "-m", "scheduler", "tune", "--job", tmp_path / "job.toml", "--own", PACED, "--json"]
+    command = [sys.executable, "-m", "scheduler", "tune-job", tmp_path / "job.toml", "--own", PACED, "--json"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     three = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -85,7 +86,7 @@ def test_ctrl_c_ends_a_job_at_its_worker_processes_and_says_what_is_done(store, 
     own = f"{Path(__file__).parents[1] / 'operations.py'}:FAULTY"
     problems = '[[problem]]\nn = 8\n[[problem]]\nn = 16\nscript = "stuck stuck stuck"\n'
     (tmp_path / "job.toml").write_text(f'operation = "{own}"\n{problems}')
-    words = ["tune", "--job", tmp_path / "job.toml", "--own", own, "--devices", "all", "--workers", "2"]
+    words = ["tune-job", tmp_path / "job.toml", "--own", own, "--devices", "all", "--workers", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "scheduler", *words],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -102,17 +103,17 @@ def test_ctrl_c_ends_a_job_at_its_worker_processes_and_says_what_is_done(store, 
 
 
 def test_all_devices_are_this_cpu_where_there_is_no_gpu_and_the_table_has_the_order_of_the_job(job):
-    results = json.loads(run("tune", "--job", job, "--devices", "all", "--json")[0])["results"]
+    results = json.loads(run("tune-job", job, "--devices", "all", "--json")[0])["results"]
     assert [(result["record"]["problem"]["m"], result["state"]) for result in results] == [
         (8, "tuned"), (32, "tuned"), (16, "tuned")
     ]  # fmt: skip
-    assert "already" not in run("tune", "--job", job, "--devices", "all")[1]
+    assert "already" not in run("tune-job", job, "--devices", "all")[1]
 
 
 def test_progress_says_how_far_the_job_is(job):
-    _, err = run("tune", "--job", job)
-    assert "0 of 3 problems done" in err
-    assert "2 of 3 problems done" in err
+    _, err = run("tune-job", job)
+    assert "3 problems: 0 done" in err
+    assert "3 problems: 2 done" in err
 
 
 @pytest.fixture
@@ -150,41 +151,39 @@ def test_the_gpus_of_a_host_are_those_that_are_visible(gpus, monkeypatch):
         ("all", "(NVIDIA H200: --devices 0,1; NVIDIA L4: --devices 2)"),
         ("0,3,4", "--devices wants visible GPUs, found 3, 4 (visible: 0, 1, 2)"),
         ("0,1,0", "contains a GPU twice"),
-        ("", "--devices must be all, or comma-separated indices"),
-        ("0;1", "--devices must be all, or comma-separated indices"),
-        ("-1", "--devices must be all, or comma-separated indices"),
+        ("", "--devices must be all, indices such as 0,2,3, or ray"),
+        ("0;1", "--devices must be all, indices such as 0,2,3, or ray"),
+        ("-1", "--devices must be all, indices such as 0,2,3, or ray"),
     ],
 )
 def test_devices_that_are_none_are_an_error(devices, said, job, gpus):
     gpus("NVIDIA H200", "NVIDIA H200", "NVIDIA L4")
-    _, err = run("tune", "--job", job, f"--devices={devices}", status=2)
+    _, err = run("tune-job", job, f"--devices={devices}", status=2)
     assert said in " ".join(err.replace("│", " ").split())
 
 
 def test_a_gpu_by_its_index_is_an_error_where_there_is_none(job):
-    _, err = run("tune", "--job", job, "--devices", "0", status=2)
+    _, err = run("tune-job", job, "--devices", "0", status=2)
     assert "--devices wants visible GPUs, found 0 (none is visible)" in " ".join(err.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("matmul", "m=8", "n=8", "k=8"), "for one problem use --device"),
-        (("--replay", "sweep.gz"), "for one problem use --device"),
-        (("--missed", "--device", 1), "--devices excludes --device and --first-error"),
-    ],
-)
-def test_devices_go_with_a_job(words, said):
-    _, err = run("tune", *words, "--devices", "all", status=2)
-    assert said in " ".join(err.replace("│", " ").split())
 
 
 def test_a_job_of_nothing_that_can_be_read_needs_no_device(tmp_path, gpus):
     (tmp_path / "job.toml").write_text('operation = "matmul"\n[[problem]]\nm = "x"\n')
-    out, err = run("tune", "--job", tmp_path / "job.toml", "--devices", "all", status=1)
+    out, err = run("tune-job", tmp_path / "job.toml", "--devices", "all", status=1)
     assert "failed" in out
     assert "1 of 1 problems failed" in err
 
 
 def test_a_job_of_no_tasks_has_no_results():
     assert list(jobs.run([], store=Store(":memory:"))) == []
+
+
+def test_a_search_in_python_says_how_far_it_is_unless_told_not_to(capsys):
+    problem = {"m": 8, "n": 8, "k": 8, "dtype": "float32"}
+    scheduler.tune("matmul", problem, budget=2)
+    name = "matmul m=8 n=8 k=8 dtype=float32: "
+    said = capsys.readouterr().err.splitlines()
+    assert (said[0], said[1]) == (f"{name}starting", f"{name}0/2 trials, compiling the first candidate")
+    assert said[-1].startswith(f"{name}2/2 trials, comparing the fastest, best ")
+    scheduler.tune("matmul", problem, budget=2, force=True, progress=False)
+    assert capsys.readouterr().err == ""

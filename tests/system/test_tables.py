@@ -95,7 +95,7 @@ def test_every_other_command_keeps_to_the_width(width, tmp_path):
     ]
     job = tmp_path / "job.toml"
     job.write_text('operation="matmul"\nbudget=2\n[[problem]]\nm=8\nn=8\nk=8\nbias="float32"\nresidual="float32"\n')
-    outs.append(run("tune", "--job", job)[0])
+    outs.append(run("tune-job", job)[0])
     for out in outs:
         assert widest(out) <= width, out
         assert "\u2026" not in out

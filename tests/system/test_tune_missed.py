@@ -177,18 +177,18 @@ def test_what_is_missed_is_tuned_on_this_chip_and_what_is_left_out_is_said(store
         tuned_matmul(A[:m], A)
     assert misses.flush_misses(600)
     store.misses.note([miss(product(24)), miss("{}", hardware=CPU.id), miss("{}", 3, CPU.id, "mine", "", "my.py:MINE")])
-    out, err = run("tune", "--missed")
+    out, err = run("tune-missed")
     assert "No call on" in out
     assert f"1 problems on {H200} are left out: this chip is {CPU.id}" in err
     assert "1 problems of matmul are left out: the problem is no longer valid for matmul: missing m, n, k" in err
     assert "1 problems of mine are left out: mine is user-defined: give --own my.py:MINE" in err
     assert "2 problems are left out: their total expected gain is below 0.5%" in err  # of a CPU, XLA is the best
-    results = json.loads(run("tune", "--missed", "--all", "--budget", 2, "--json")[0])["results"]
+    results = json.loads(run("tune-missed", "--all", "--budget", 2, "--json")[0])["results"]
     assert [result["state"] for result in results] == ["tuned", "tuned"]
     assert {record.key.problem for record in store.records()} == {
         MatmulProblem(m, 8, 8, dtype="float32").canonical() for m in (8, 4)
     }
-    assert "No call on" in run("tune", "--missed", "--all")[0]
+    assert "No call on" in run("tune-missed", "--all")[0]
     scheduler.reload()
     before = len(store.misses.all())
     tuned_matmul(A[:4], A, on_miss="error")  # now there is a record
@@ -216,7 +216,7 @@ def test_an_operation_of_ones_own_is_tuned_where_it_is_named(tmp_path, store):
     (one,) = json.loads(run("misses", "--own", f"{file}:twice", "--json")[0])
     assert (one["best_s"], one["gain_s"]) == (None, None)
     assert "declares no footprint, so its time cannot be predicted" in one["reason"]
-    result = json.loads(run("tune", "--missed", "--own", f"{file}:twice", "--budget", 3, "--json")[0])["results"]
+    result = json.loads(run("tune-missed", "--own", f"{file}:twice", "--budget", 3, "--json")[0])["results"]
     assert [one["state"] for one in result] == ["tuned"]
 
 
@@ -226,7 +226,7 @@ def test_the_parts_of_what_is_missed_are_all_of_it(store):
     for part in ("1/2", "2/2"):
         with sqlite3.connect(store.location) as connection:
             connection.execute("DELETE FROM schedules")
-        words = ("tune", "--missed", "--all", "--part", part, "--budget", 1, "--json")
+        words = ("tune-missed", "--all", "--part", part, "--budget", 1, "--json")
         cut[part] = {result["task"] for result in json.loads(run(*words)[0])["results"]}
     assert {part: len(tasks) for part, tasks in cut.items()} == {"1/2": 2, "2/2": 1}
     assert len(cut["1/2"] | cut["2/2"]) == 3
@@ -240,26 +240,21 @@ def test_a_search_of_what_is_missed_that_was_cut_short_goes_on(store, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "put", interrupt)
-        run("tune", "--missed", "--all", "--budget", 3, status=130)
+        run("tune-missed", "--all", "--budget", 3, status=130)
     ((_, trials),) = store.unfinished().items()
-    (result,) = json.loads(run("tune", "--missed", "--all", "--budget", 3, "--json")[0])["results"]
+    (result,) = json.loads(run("tune-missed", "--all", "--budget", 3, "--json")[0])["results"]
     assert (result["state"], result["resumed"]) == ("tuned", len(trials))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--missed", "matmul", "m=8"), "or --missed"),
-        (("--missed", "--job", "job.toml"), "or --missed"),
-        (("matmul", "m=8", "n=8", "k=8", "--minutes", 1), "--minutes and --all need --missed"),
-        (("matmul", "m=8", "n=8", "k=8", "--all"), "--minutes and --all need --missed"),
-        (("--missed", "--backends", "xla"), "--missed excludes --backends"),
-        (("--missed", "--part", "3/2"), "a part i/n must have 1 <= i <= n, found 3/2"),
-        (("--missed", "--own", "nowhere.py:X"), "cannot load operation"),
+        (("--part", "3/2"), "a part i/n must have 1 <= i <= n, found 3/2"),
+        (("--own", "nowhere.py:X"), "cannot load operation"),
     ],
 )
 def test_wrong_words_are_answered_with_what_is_wanted(words, said):
-    _, err = run("tune", *words, status=2)
+    _, err = run("tune-missed", *words, status=2)
     assert said in " ".join(err.replace("│", " ").split())
 
 

@@ -98,7 +98,7 @@ def test_the_size_of_a_problem_is_right_however_large_it_is():
     problem = MatmulProblem(2**30, 2**30, 2**30, "float32")
     assert problem.bytes_moved == 3 * 4.0 * 2**60
     assert problem.flops == 2.0 * 2**90
-    assert np.isfinite(scheduler.predict("matmul", problem, kind="NVIDIA H200").predicted_s)
+    assert np.isfinite(scheduler.predict("matmul", problem, hardware="NVIDIA H200").predicted_s)
 
 
 def test_a_problem_of_ones_own_is_asked_for_its_size_too():
@@ -214,17 +214,16 @@ def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_
 def test_a_prediction_is_for_the_chip_of_the_target_unless_another_is_named():
     large = {"m": 4096, "n": 4096, "k": 4096}
     with scheduler.target("NVIDIA H200"):
-        assert scheduler.predict("matmul", large) == scheduler.predict("matmul", large, kind="NVIDIA H200")
-        assert scheduler.predict("matmul", large, kind="TPU v5 lite").backend != "mosaic_gpu"
-    assert scheduler.predict("matmul", large) != scheduler.predict("matmul", large, kind="NVIDIA H200")
+        assert scheduler.predict("matmul", large) == scheduler.predict("matmul", large, hardware="NVIDIA H200")
+        assert scheduler.predict("matmul", large, hardware="TPU v5 lite").backend != "mosaic_gpu"
+    assert scheduler.predict("matmul", large) != scheduler.predict("matmul", large, hardware="NVIDIA H200")
 
 
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("--budget", "0", "an integer from 1 to 2147483647, found '0'"),
         ("--seed", "-1", "an integer from 0 to 4294967295, found '-1'"),
-        ("--budget", "1.5", "an integer from 1 to 2147483647, found '1.5'"),
+        ("--workers", "1.5", "an integer from 1 to 2147483647, found '1.5'"),
         ("--seconds", "0", "a number, 0.001 or more, found '0'"),
         ("--seconds", "ten", "a number, 0.001 or more, found 'ten'"),
     ],
@@ -249,8 +248,21 @@ def test_blocks_of_rows_that_are_quantized_are_named_as_in_a_call():
 
 
 def test_a_prediction_expects_no_gain_of_nothing():
-    at_4096 = scheduler.predict("matmul", {"m": 4096, "n": 4096, "k": 4104}, kind="h200")
+    at_4096 = scheduler.predict("matmul", {"m": 4096, "n": 4096, "k": 4104}, hardware="h200")
     assert at_4096.backend == "xla"
     expected = f"the model expects a gain over the library with probability {at_4096.faster:.0%}, and a loss of "
     assert at_4096.reason.startswith(expected)
     assert "of the gain, above 0.20" in at_4096.reason
+
+
+@pytest.mark.parametrize(
+    ("budget", "complaint"),
+    [
+        ("0", "budget=0 is out of range; give an integer from 1 to 2147483647, or quick, default, full"),
+        ("much", "budget='much' is a str; give an integer from 1 to 2147483647, or quick, default, full"),
+    ],
+)
+def test_a_budget_is_a_number_or_one_of_three_words(budget, complaint):
+    ran = CliRunner().invoke(app, ["tune", "matmul", "m=8", "n=8", "k=8", "--budget", budget])
+    assert ran.exit_code == 2
+    assert f"Invalid value for '--budget': {complaint}" in " ".join(ran.output.split())

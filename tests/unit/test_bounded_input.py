@@ -23,8 +23,8 @@ from scheduler.store import sources
 from search_spaces.matmul import MatmulProblem
 
 COMMANDS = [
-    "tune --replay FILE",
-    "tune --job FILE",
+    "replay FILE",
+    "tune-job FILE",
     "sweep --job FILE --out sweeps",
     "calibrate matmul FILE --hardware h200",
     "import FILE",
@@ -60,7 +60,7 @@ def test_what_has_no_end_or_is_no_file_is_refused(command, small_limit, tmp_path
         ("nothing", "No such file"),
     ]:
         said = run(command.replace("FILE", file))
-        unzips = any(word in command for word in ("--replay", "calibrate"))
+        unzips = any(word in command for word in ("replay", "calibrate"))
         assert why.lower() in said.lower() or (file == "bomb" and not unzips)
 
 
@@ -134,6 +134,6 @@ def test_text_that_is_nested_deeply_is_refused_wherever_it_comes_from(depth, tmp
     with pytest.raises(ValueError, match="no message"):
         decode(lists)
     (tmp_path / "job.toml").write_text(f"budget = {lists}")
-    assert "a job must be" in run("tune --job job.toml")
+    assert "a job must be" in run("tune-job job.toml")
     (tmp_path / "records.jsonl").write_text(f"{lists}\n{objects}\n")
     assert "nested" in run("import records.jsonl")

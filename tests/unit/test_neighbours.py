@@ -140,7 +140,7 @@ def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_ne
     asked = dispatch.decide(MATMUL, problem, "cuda", dispatch.options(MATMUL, target=H200.kind))
     assert asked.kernel.backend == "mosaic_gpu"
     assert str(WIDE) in asked.reason
-    assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
+    assert scheduler.predict(MATMUL, problem, hardware=H200.kind).neighbour == str(WIDE)
 
 
 @pytest.mark.slow

@@ -13,14 +13,17 @@ from rich.console import Console
 from values import VERDICT, record
 
 from scheduler.cli import record_report
+from scheduler.cli.record_report import cost_text
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Entry, Measurement, Trial, Verdict, key_of
 from scheduler.core.text import faster_text, ratio_text, seconds_text
 from scheduler.inspect import case as cases
 from scheduler.inspect.verdict import compared, difference, gain_text, interval_text, order_note, standing, verdict
 from scheduler.search.runoff import Contender, race
+from scheduler.search.task import Baseline, Result, Task
 from scheduler.store.store import shipped
 from search_spaces import load
+from search_spaces.matmul import MATMUL, MatmulProblem
 
 SHIPPED = list(shipped().records())
 MEASURED = [one for one in SHIPPED if not one.estimated]
@@ -234,3 +237,27 @@ def test_a_kernel_without_a_footprint_has_no_prediction():
     for part in record_report.trials_table(trials, found, 80):
         shown.print(part)
     assert [line.split()[-1] for line in shown.file.getvalue().splitlines()[-2:]] == ["-", "ms"]
+
+
+def searched(case, used, elapsed_s=3.0, measured=True, count=1):
+    """The result of a search that ended with the record of a case, where calls used the backend `used` before."""
+    found = CASES[case][0]
+    (before,) = [entry for entry in found.entries if entry.backend == used]
+    baseline = Baseline(used, before.schedule, before.measurement.median_s, measured)
+    task = Task(MATMUL, MatmulProblem(8, 8, 8), count=count)
+    return Result(task, "tuned", record=found, entry=found.winner, before=baseline, elapsed_s=elapsed_s)
+
+
+def test_what_a_search_costs_is_said_with_the_calls_that_repay_it():
+    gained, same, tied = searched("ahead", "xla"), searched("ahead", "mosaic_gpu"), searched("tie", "xla")
+    assert record_report.saved_s(gained) == pytest.approx(0.2e-4, rel=0.01)
+    calls = math.ceil(3.0 / record_report.saved_s(gained))
+    (said,) = re.findall(r"took 3.00 s and saves 20.0 us per call: repaid after ([0-9,]+) calls", cost_text([gained]))
+    assert int(said.replace(",", "")) == pytest.approx(calls, rel=0.01)
+    for nothing in (same, tied):
+        assert cost_text([nothing]) == "The search took 3.00 s and gains nothing: calls are as fast without it."
+    assert "The gain is unknown" in cost_text([searched("ahead", "xla", measured=False)])
+    assert cost_text([dataclasses.replace(gained, state="known")]) == ""
+    several = cost_text([searched("ahead", "xla", count=5), same, dataclasses.replace(tied, state="known")])
+    assert several.startswith("The searches took 6.00 s and save 100 us per round: repaid after ")
+    assert cost_text([same, tied]) == "The searches took 6.00 s and gain nothing: calls are as fast without them."

@@ -32,10 +32,10 @@ from scheduler.core.hardware import find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.replay import Replay
 from scheduler.search import jobs
-from scheduler.search.named_samplers import SAMPLERS, sampler_of
+from scheduler.search.job_queue import DeviceExecutor
 from scheduler.search.samplers import CandidateSpace
 from scheduler.search.search import Search
-from scheduler.search.task import SearchOptions, trials
+from scheduler.search.task import SAMPLERS, SearchOptions, sampler_of
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation
@@ -286,35 +286,33 @@ def test_tune_searches_a_recording_by_any_sampler_and_optuna_reads_the_trials(st
 def test_the_command_line_searches_by_three_samplers_and_stores_what_it_tried(path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(path))
     for name in ("tpe", "random", "nsgaii"):
-        run("tune", "--replay", RECORDING, "--store", "--force", "--sampler", name, "--budget", 12)
+        run("replay", RECORDING, "--store", "--sampler", name, "--budget", 12)
     assert [len(study.trials) for study in studies(path)] == [12, 12, 12]
-    refused = CliRunner().invoke(app, ["tune", "--replay", str(RECORDING), "--sampler", "tpee"])
+    refused = CliRunner().invoke(app, ["replay", str(RECORDING), "--sampler", "tpee"])
     assert refused.exit_code == 2
     assert "use model, tpe" in " ".join(refused.output.split())
 
 
 def test_a_job_searches_by_the_sampler_that_it_is_given(store):
     job = jobs.parse(
-        'operation = "matmul"\neffort = "quick"\n[fields]\nk = 512\n[[problem]]\nm = 512\nn = 512\n'
+        'operation = "matmul"\nbudget = "quick"\n[fields]\nk = 512\n[[problem]]\nm = 512\nn = 512\n'
         "[[problem]]\nm = 512\nn = 512\nbudget = 12\n",
         options=SearchOptions(sampler="random"),
     )
     assert [task.options.budget for task in job] == [8, 12]
-    (result, *_) = jobs.run(job[:1], store=store, runner=Replay(RECORDING))
+    (result, *_) = jobs.run(job[:1], [DeviceExecutor.of(Replay(RECORDING))], store=store)
     assert result.record.tried == 8
 
 
-def test_efforts_are_budgets_and_exclude_them():
-    assert [trials(None, effort) for effort in ("quick", "default", None)] == [8, 64, 64]
-    assert trials(5, None) == 5
-    with pytest.raises(ValueError, match="give one of them"):
-        trials(5, "quick")
-    with pytest.raises(ValueError, match="quick"):
-        trials(None, "much")
+def test_a_budget_is_a_number_or_a_word():
+    assert [SearchOptions(budget).budget for budget in ("quick", "default", "full", 5)] == [8, 64, 4096, 5]
+    assert SearchOptions("default") == SearchOptions()
+    with pytest.raises(TypeError, match="or quick, default, full"):
+        SearchOptions("much")
 
 
-def test_a_full_effort_ends_where_nothing_improves(store):
-    record = tune(MATMUL, PROBLEM, runner=Replay(RECORDING), effort="full", store=store)
+def test_a_full_search_ends_where_nothing_improves(store):
+    record = tune(MATMUL, PROBLEM, runner=Replay(RECORDING), budget="full", store=store)
     assert 64 < record.tried < record.space
     assert "brought nothing" in record.stopped or "nothing untried can beat" in record.stopped
 

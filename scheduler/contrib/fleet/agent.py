@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from scheduler.contrib.fleet.messages import (
     Message,
     Order,
-    ProgressReport,
     SearchEnded,
     SearchFailed,
     TrialEnded,
@@ -24,12 +23,11 @@ from scheduler.contrib.fleet.messages import (
 from scheduler.core import codec
 from scheduler.core.errors import ExecutorLost, SchedulerError
 from scheduler.core.neighbours import Near
-from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Key, Record, Trial
 from scheduler.measure.pool import open_runner
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_queue import DeviceExecutor
-from scheduler.search.task import SearchOptions, Task
+from scheduler.search.task import Task
 from scheduler.store.lease import Lease
 from search_spaces import load
 from search_spaces.operation import Operation
@@ -106,10 +104,9 @@ class Agent:
         try:
             operation = _loaded(order)
             problem = operation.problem.from_canonical(order.problem, order.reference)
-            backends = frozenset(order.backends) or None
-            how = SearchOptions(order.budget, order.seconds, backends, order.seed, order.l2, sampler=order.sampler)
             self._device.open()
-            record = self._device.search(Task(operation, problem, how), relay, lambda step: say(_progress_report(step)))
+            task = Task(operation, problem, order.options)
+            record = self._device.search(task, relay, say)
         except ExecutorLost as error:
             return SearchFailed(str(error), device=True)
         except (SchedulerError, DeclarationError) as error:
@@ -174,19 +171,10 @@ def _loaded(order: Order) -> Operation[Any]:
         raise SchedulerError(
             f"host {host}: {error}. Every host of a fleet must find the module of an operation: install it there, "
             "start Ray there with its directory on PYTHONPATH, or send the directory along (working_dir or py_modules "
-            "of a runtime environment: ray job submit --working-dir DIRECTORY -- tile-scheduler tune ...)"
+            "of a runtime environment: ray job submit --working-dir DIRECTORY -- tile-scheduler tune-job ...)"
         ) from error
     if wrong := differences(order.versions, kernel_versions(operation)):
         raise SchedulerError(
             f"host {host} has other kernels of {operation.name}: version of {wrong}; install the same on every host"
         )
     return operation
-
-
-def _progress_report(step: Progress) -> ProgressReport:
-    def text(trial: Trial | None) -> str | None:
-        return None if trial is None else codec.trial_to_text(trial)
-
-    return ProgressReport(
-        step.done, step.budget, text(step.best), text(step.last), step.elapsed_s, step.eta_s, step.resumed
-    )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from scheduler.contrib.fleet.messages import (
     Message,
     Order,
-    ProgressReport,
     SearchEnded,
     SearchFailed,
     TrialEnded,
@@ -19,7 +18,7 @@ from scheduler.core import codec
 from scheduler.core.errors import ExecutorLost, SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
-from scheduler.core.records import Environment, Key, Record, Trial, key_of
+from scheduler.core.records import Environment, Key, Record, key_of
 from scheduler.search.baseline import similar_records
 from scheduler.search.task import Task
 from scheduler.search.trials import TrialStore, TrialWriter
@@ -47,15 +46,10 @@ def order(task: Task, hardware: Hardware, environment: Environment, store: Trial
     return Order(
         operation=name,
         problem=key.problem,
-        budget=options.budget,
-        seconds=options.seconds,
-        seed=options.seed,
-        l2=options.l2,
-        backends=tuple(sorted(options.backends or ())),
+        options=options,
         versions=kernel_versions(operation),
         near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
-        sampler=options.sampler,
         reference=task.problem.reference_text(),
     )
 
@@ -83,8 +77,8 @@ def received(
                 case TrialEnded(text):
                     writer.add(codec.trial_from_text(text))
                     writer.flush()
-                case ProgressReport():
-                    progress(_progress(message))
+                case Progress():
+                    progress(message)
                 case SearchEnded(text):
                     record = codec.record_from_text(text)
                     writer.finish(functools.partial(_put, record), "the record")
@@ -98,12 +92,3 @@ def received(
 
 def _put(record: Record, store: TrialStore) -> None:
     store.put(record)
-
-
-def _progress(step: ProgressReport) -> Progress:
-    def trial(text: str | None) -> Trial | None:
-        return None if text is None else codec.trial_from_text(text)
-
-    return Progress(
-        step.done, step.budget, trial(step.best), trial(step.last), step.elapsed_s, step.eta_s, step.resumed
-    )

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import tile_scheduler
-from scheduler.core.records import L2
-from scheduler.search.named_samplers import MODEL
+from scheduler.core.progress import Progress
+from scheduler.search.task import SearchOptions
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation
 
@@ -23,8 +23,7 @@ class Order:
     Attributes:
       operation: the name under which an agent can `load` it.
       problem, reference: `Problem.canonical()` and `Problem.reference_text()`.
-      budget, seconds, seed, l2, sampler: as in `SearchOptions`.
-      backends: the kernels to try besides the library; empty selects all.
+      options: the options of the search; the sampler is a name.
       versions: the kernel versions of the driver, by backend.
       near: records of similar problems.
       known: trials of an earlier run of this search.
@@ -32,15 +31,10 @@ class Order:
 
     operation: str
     problem: str
-    budget: int
-    seconds: float | None
-    seed: int
-    l2: L2
-    backends: tuple[str, ...]
+    options: SearchOptions
     versions: Mapping[str, int]
     near: tuple[str, ...]
     known: tuple[str, ...]
-    sampler: str = MODEL
     reference: str = ""
 
 
@@ -49,19 +43,6 @@ class TrialEnded:
     """A finished trial, or a new outcome of one that was found wrong later."""
 
     trial: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgressReport:
-    """The progress of a search: a `Progress` with its trials as text."""
-
-    done: int
-    budget: int
-    best: str | None
-    last: str | None
-    elapsed_s: float
-    eta_s: float | None
-    resumed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +66,7 @@ class SearchFailed:
     device: bool = False
 
 
-Message = TrialEnded | ProgressReport | SearchEnded | SearchFailed
+Message = TrialEnded | Progress | SearchEnded | SearchFailed
 
 
 def versions() -> dict[str, str]:

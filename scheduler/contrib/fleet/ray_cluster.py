@@ -24,8 +24,7 @@ from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Record, key_of
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search.task import Task
-from scheduler.search.trial_parameters import TrialParameters
-from scheduler.search.trials import TrialStore
+from scheduler.search.trials import TrialParameters, TrialStore
 from search_spaces.target import Target
 
 # How often an agent process is restarted. An agent that dies more often has a permanent fault.
@@ -127,9 +126,7 @@ class RayExecutor:
 
 
 @contextlib.contextmanager
-def executors(
-    address: str = "auto", options: RunnerOptions | None = None, *, hardware: str | None = None
-) -> Iterator[list[RayExecutor]]:
+def executors(address: str = "auto", options: RunnerOptions | None = None) -> Iterator[list[RayExecutor]]:
     """Starts an actor for each free GPU of a cluster, of one kind of chip; without GPUs, one for each host.
 
     The context manager reserves the GPUs and hosts. Actors stop when the
@@ -138,8 +135,8 @@ def executors(
     Args:
       address: the cluster, as `ray.init` takes it: "auto" finds the running cluster on this host or the one in
         RAY_ADDRESS; "local" starts a cluster on this host only.
-      options: the options of the runners; `device` is ignored, because an actor sees one GPU.
-      hardware: a part of the name of the chips to use, if the cluster has several kinds.
+      options: the options of the runners; `device` is ignored, because an actor sees one GPU. `hardware` selects the
+        chips to use, if the cluster has several kinds.
 
     Raises:
       MissingPackage: Ray is not installed.
@@ -155,7 +152,7 @@ def executors(
     try:
         options = options or RunnerOptions()
         room = _start_actors(options, actors)
-        found = of_one_kind(_described(actors, room), hardware)
+        found = of_one_kind(_described(actors, room), options.hardware)
         yield found
     finally:
         for actor in actors:
@@ -215,8 +212,8 @@ def _require_reachable(address: str) -> None:
 def _no_cluster(address: str, reason: str) -> SchedulerError:
     return SchedulerError(
         f"no Ray cluster at {address} ({reason}); start one: ray start --head --port=6379 here, and ray start "
-        "--address=HERE:6379 on the other hosts, or use --address local for this host alone; if a token protects the "
-        "cluster, copy ~/.ray/auth_token to this host and set RAY_AUTH_MODE=token"
+        "--address=HERE:6379 on the other hosts, or use --devices ray:local for this host alone; if a token protects "
+        "the cluster, copy ~/.ray/auth_token to this host and set RAY_AUTH_MODE=token"
     )
 
 
@@ -243,7 +240,7 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
             max_task_retries=0,  # the driver retries the search elsewhere, from the stored trials
             scheduling_strategy=_on(node),
         )
-        settings = dataclasses.replace(options, device=0, workers=workers)
+        settings = dataclasses.replace(options, device=0, workers=workers, hardware="")
         into += [actor.remote(settings, node["NodeID"][:6]) for _ in range(max(1, gpus))]
     return int(free) if with_gpus else len(into)
 
@@ -301,7 +298,7 @@ def _described(actors: Sequence[Any], room: int) -> list[RayExecutor]:
     return found
 
 
-def of_one_kind(found: Sequence[RayExecutor], wanted: str | None) -> list[RayExecutor]:
+def of_one_kind(found: Sequence[RayExecutor], wanted: str) -> list[RayExecutor]:
     """Selects the actors on the chips that `wanted` names.
 
     Raises:
@@ -309,7 +306,7 @@ def of_one_kind(found: Sequence[RayExecutor], wanted: str | None) -> list[RayExe
     """
     kinds = collections.Counter(place.hardware.id for place in found)
     there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    meant = list(kinds) if wanted is None else chips.named(wanted, kinds)
+    meant = chips.named(wanted, kinds)
     if len(meant) != 1:
         reason = f"{wanted or 'the cluster'} matches several" if meant else f"the cluster has no {wanted}"
         raise SchedulerError(f"a job needs one kind of chip, but {reason} ({there}); select one: --hardware h200")

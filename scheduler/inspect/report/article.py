@@ -10,12 +10,13 @@ from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Tri
 from scheduler.core.text import digits, ratio_text, seconds_text, share_text
 from scheduler.inspect.case import of_record
 from scheduler.inspect.explain import Account
-from scheduler.inspect.provenance import failures, record_head, stale, unfinished_text
+from scheduler.inspect.provenance import record_head, stale, unfinished_text
 from scheduler.inspect.report.content import Child, Picture, Pictures, RecordDetails, element, extend, shown, table
 from scheduler.inspect.verdict import (
     against_library,
     bases_of,
     compared,
+    failures,
     first_line,
     gain_text,
     order_note,
