@@ -1,5 +1,6 @@
-# make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
-# is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
+# make demo, make test, make test-all, make lint, make site: each makes its own virtual environment first; python3 >= 3.11
+# with venv is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files
+# and options.
 #
 #   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
 #   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint check-contrib check-records clean
+.PHONY: demo test test-all lint site check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -55,6 +56,15 @@ lint: $(stamp)-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documents as pages in build/site: a link that leads nowhere, or a cell of the notebook that fails, is an error.
+site: export TILE_SCHEDULER_CACHE = $(VENV)/site/cache.db
+site: export JAX_PLATFORMS = cpu
+site: export NO_MKDOCS_2_WARNING = 1
+site: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
+site: $(stamp)-site
+	rm -rf $(VENV)/site
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 # All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
 check-contrib:
@@ -81,6 +91,10 @@ $(stamp): pyproject.toml constraints/common.txt $(CONSTRAINTS) | $(BIN)/python
 
 $(stamp)-test: $(stamp)
 	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))test)
+	touch $@
+
+$(stamp)-site: $(stamp)
+	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))site)
 	touch $@
 
 $(stamp)-dev: $(stamp)
