@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness import RESULTS, ROOT
-from headline import card, costs, files, losses, ratios, repeated
+from headline import card, compared, costs, files, losses, ratios, repeated
 from markdown_page import in_place, line, number, percent, spread, table, text
 from rows import FORWARD, of_floor
 
@@ -77,10 +77,8 @@ def page(results: Mapping[str, Result]) -> str:
 
 def _cards(results: Mapping[str, Result]) -> Iterator[str]:
     """A table of the comparisons of each card."""
-    for name in dict.fromkeys(card(result) for result in reversed(results.values()) if result["rows"]):
-        lines = list(ratios(results, name))
-        if len(lines) > 2:
-            yield from ("", f"## {name}", "", *lines)
+    for name in sorted({card(result) for _, result, _ in compared(results)}, reverse=True):
+        yield from ("", f"## {name}", "", *ratios(results, name))
 
 
 def notable(rows: Sequence[Row], ratio: str) -> list[Row]:
