@@ -63,6 +63,7 @@ jax.lax.psum, jax.lax.axis_index = lambda x, axis: x, lambda axis: jnp.int32(0)
     "use/calls.md": "a, b = jnp.ones((16, 16)), jnp.ones((16, 16))\n",
     "use/extract.md": STEP,
     "use/optimize.md": STEP.replace("params * batch @ batch", "(params * batch @ batch, 0.0)") + "state = 2 * batch\n",
+    "use/own-kernels.md": "",
     "use/pictures.md": "",
     "use/plans.md": STEP,
     "use/sharding.md": """
@@ -122,9 +123,7 @@ def test_snippets_of_the_pages_of_use_run(tmp_path):
     """Each page in a namespace of its own, with the names that it takes for granted."""
     snippets = {page: python((ROOT / "docs" / page).read_text()) for page in ASSUMED}
     with_code = {
-        str(path.relative_to(ROOT / "docs"))
-        for path in (ROOT / "docs").rglob("*.md")
-        if python(path.read_text()) and path != ROOT / "docs" / "use" / "own-kernels.md"
+        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md") if python(path.read_text())
     }
     assert with_code - {page.removeprefix("docs/") for page in FIRST.values()} == snippets.keys()
     program = "\n".join(f"exec({IMPORTS + ASSUMED[page] + code!r}, {{}})" for page, code in snippets.items())
@@ -144,7 +143,7 @@ def test_commands_that_a_document_shows_are_parsed(path):
 @pytest.mark.slow
 def test_the_kernel_of_the_guide_is_searched_and_called(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text(IMPORTS + python(GUIDE))
+    file.write_text(python((ROOT / FIRST["kernel"]).read_text()))
     assert "own_kernel.py:BIAS_GELU m=64 n=128" in GUIDE
     example = ROOT / "examples" / "own_kernel.py"
     out = run("-m", "scheduler", "tune", f"{example}:BIAS_GELU", "m=64", "n=128", "--budget", "8", "--json")
@@ -171,6 +170,16 @@ def test_the_page_of_the_command_line_is_that_of_its_code():
     assert all(f"`{option}`" in page for option in options if option.startswith("--"))
     own = {re.sub("_(saving|jvp|backward)$", "", name) for name in OPERATIONS}
     assert all(f"`{name}`" in page for name in (*own, "_saving", "_jvp", "_backward"))
+
+
+def test_the_site_has_at_most_20000_words():
+    """Outside of blocks of code, and without the reference, which docstrings are."""
+    left_out = re.search(r"exclude_docs: \|\n((?:  .*\n)+)", (ROOT / "mkdocs.yml").read_text())[1].split()
+    pages = [(ROOT / path).read_text() for path in DOCUMENTS if path.startswith("docs/") and path[5:] not in left_out]
+    cells = json.loads((ROOT / "docs" / "teaching.ipynb").read_text())["cells"]
+    pages += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    words = (re.findall(r"[A-Za-z][\w'-]*", re.sub(r"```.*?```", "", page, flags=re.DOTALL)) for page in pages)
+    assert sum(map(len, words)) <= 20_000
 
 
 def test_jobs_that_documents_show_are_jobs():
