@@ -1,4 +1,4 @@
-"""A hook of MkDocs: pages link to files of the repository, which the site does not have.
+"""A hook of MkDocs: the README is the home page, and pages link to files of the repository, which the site does not have.
 
 Such a link leads to the repository that pyproject.toml names; without a repository its text stays. A picture outside of
 docs/ is added to the site.
@@ -15,9 +15,9 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-PICTURES = "pictures/"
+HOME, PICTURES = "README.md", "docs/pictures/"
 
 
 def on_config(config: Any) -> Any:
@@ -27,30 +27,33 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     for picture in (ROOT / "benchmarks" / "results").glob("*.svg"):
-        files.append(File.generated(config, PICTURES + picture.name, abs_src_path=str(picture)))
+        files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    folder = posixpath.dirname(page.file.src_uri)
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+    if page.file.src_uri == HOME:
+        # Here pages are found from the root of the repository; of docs/ the site has all.
+        folder, markdown = "", (ROOT / HOME).read_text().replace('"docs/', '"')
 
     def replaced(link: re.Match[str]) -> str:
         picture, text, path, anchor = link[1], link[2], link[3], link[4] or ""
-        target = posixpath.normpath(posixpath.join("docs", folder, path))
-        inside = posixpath.relpath(target, "docs")
-        if not inside.startswith("..") and files.get_file_from_path(inside) is not None:
-            return link[0]
+        target = posixpath.normpath(posixpath.join(folder, path))
         if not (ROOT / target).exists():
             return link[0]  # the strict build names it
-        if picture:
-            return f"![{text}]({posixpath.relpath(PICTURES + posixpath.basename(target), folder or '.')})"
+        inside = posixpath.relpath(PICTURES + posixpath.basename(target) if picture else target, "docs")
+        file = files.get_file_from_path(inside)
+        if file is not None and not file.inclusion.is_excluded():
+            return (
+                f"{picture}[{text}]({posixpath.relpath(inside, posixpath.dirname(page.file.src_uri) or '.')}{anchor})"
+            )
         return f"[{text}]({config.repo_url}/blob/main/{target}{anchor})" if config.repo_url else text
 
     return LINK.sub(replaced, markdown)
 
 
 def _repository() -> str | None:
-    """Returns the address of the repository that the package names."""
-    urls = {name.lower(): url for name, url in PROJECT.get("urls", {}).items()}
-    found = next((urls[name] for name in ("repository", "source", "source code") if name in urls), None)
-    return found and found.removesuffix(".git").rstrip("/")
+    """Returns the public address of the repository, or None if it has none yet."""
+    settings = PROJECT["tool"]["hatch"].get("metadata", {}).get("hooks", {}).get("custom", {})
+    return settings.get("repository", "").rstrip("/") or None
