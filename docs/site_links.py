@@ -1,7 +1,7 @@
-"""A hook of MkDocs: the README is the home page, and pages link to files of the repository, which the site does not have.
+"""A hook of MkDocs: the README is the home page, and links to files that the site does not have lead to the repository.
 
-Such a link leads to the repository that pyproject.toml names; without a repository its text stays. A picture outside of
-docs/ is added to the site.
+As long as pyproject.toml names no public address of the repository, such a link is its text. A picture outside of docs/
+is added to the site.
 """
 
 from __future__ import annotations
