@@ -1,6 +1,5 @@
-# make demo, make test, make test-all, make lint, make site: each makes its own virtual environment first; python3 >= 3.11
-# with venv is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files
-# and options.
+# make demo, make test, make test-all, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv
+# is enough. `make test` leaves out the tests marked `slow`; TESTS="tests/unit/test_space.py -x" selects files and options.
 #
 #   make demo EXTRAS=cuda13                                            the demo on an NVIDIA GPU
 #   make test-all PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
@@ -32,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
 stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 
-.PHONY: demo test test-all lint site check-contrib check-records clean
+.PHONY: demo test test-all lint check-contrib check-records clean
 
 demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
 demo: $(stamp)
@@ -58,6 +57,7 @@ lint: $(stamp)-dev
 	$(BIN)/lint-imports
 
 # The documents as pages in build/site: a link that leads nowhere, or a cell of the notebook that fails, is an error.
+.PHONY: site
 site: export TILE_SCHEDULER_CACHE = $(VENV)/site/cache.db
 site: export JAX_PLATFORMS = cpu
 site: export NO_MKDOCS_2_WARNING = 1
