@@ -58,7 +58,7 @@ lint: $(stamp)-dev
 
 # The documents as pages in build/site: a link that leads nowhere, or a cell of the notebook that fails, is an error.
 .PHONY: site
-site: export TILE_SCHEDULER_CACHE = $(VENV)/site/cache.db
+site: export TILE_SCHEDULER_CACHE = $(abspath $(VENV))/site/cache.db
 site: export JAX_PLATFORMS = cpu
 site: export NO_MKDOCS_2_WARNING = 1
 site: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
