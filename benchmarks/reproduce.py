@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for benchmark in options.only if share != 0 else ():
         for command in commands(benchmark, options.work, share):
             print("==", *command, flush=True)
-            subprocess.run([sys.executable, *command], check=False)  # one that ends with problems left exits with 1
+            if subprocess.run([sys.executable, *command], check=False).returncode == 0:
+                break
     ours = {name: result for name, result in _read(options.work / "results") if name.partition("-")[0] in options.only}
     print("\n".join(["\nMeasured here:", "", *ratios(ours)]))
     for name in dict.fromkeys(card(result) for result in ours.values()):
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def commands(benchmark: str, work: Path, minutes: float | None) -> Iterator[list[str]]:
-    """Yields the commands of a benchmark, each without the interpreter."""
+    """Yields the command of a benchmark, without the interpreter, and one to run if it fails."""
     program, results = str(ROOT / "benchmarks" / f"{benchmark}.py"), ["--results", str(work / "results")]
     if benchmark == "models":
         yield [program, *results, "--left", *([] if minutes is None else ["--minutes", f"{minutes:g}"])]
