@@ -21,7 +21,7 @@ from typing import Any
 from harness import RESULTS, ROOT
 from headline import COMPARISONS, card, ratios
 
-from scheduler.core.hardware import detect
+from scheduler.measure.gpu import Gpu
 
 BENCHMARKS = tuple(dict.fromkeys(comparison.benchmark for comparison in COMPARISONS))
 # A suite that ends with problems left writes no result; another program writes that of the rows so far.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "reproduced", help="cache, kept rows and results")
     options = parser.parse_args(arguments)
-    if options.minutes != 0 and detect().platform == "cpu":
+    if options.minutes != 0 and Gpu.query() is None:  # the driver says it: a JAX here would take the GPU's memory
         raise SystemExit("there is no GPU here: on a CPU kernels are interpreted, and times say nothing about them")
     share = None if options.minutes is None else options.minutes / len(options.only)
     for benchmark in options.only if share != 0 else ():
