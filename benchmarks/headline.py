@@ -202,5 +202,5 @@ def repeated(results: Results) -> Iterator[str]:
             if "disagreement" in row:
                 first, second = (number(time_us, 1) for time_us in row["winner_us"])
                 apart = "the same schedule" if row["same_winner"] else percent(row["disagreement"])
-                problem = row["problem"].removesuffix(" dtype=bfloat16")
+                problem = row["problem"].replace(" dtype=bfloat16", "")
                 yield line(card(result).removeprefix("NVIDIA "), problem, first, second, apart)
