@@ -56,6 +56,16 @@ lint: $(stamp)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The documents as pages in build/site: a link that leads nowhere, or a cell of the notebook that fails, is an error.
+.PHONY: site
+site: export TILE_SCHEDULER_CACHE = $(abspath $(VENV))/site/cache.db
+site: export JAX_PLATFORMS = cpu
+site: export NO_MKDOCS_2_WARNING = 1
+site: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
+site: $(stamp)-site
+	rm -rf $(VENV)/site
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 # All tests of the shelf (docs/use/contrib.md). Once they pass, few of them run until its sources change.
 check-contrib:
 	rm -f tests/contrib/checked.sha256
@@ -114,6 +124,10 @@ $(stamp): pyproject.toml constraints/common.txt $(CONSTRAINTS) | $(BIN)/python
 
 $(stamp)-test: $(stamp)
 	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))test)
+	touch $@
+
+$(stamp)-site: $(stamp)
+	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))site)
 	touch $@
 
 $(stamp)-dev: $(stamp)

@@ -16,10 +16,17 @@ from typing import Any, TypeVar
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Environment
+from scheduler.measure.gpu import query_driver
 from search_spaces import Operation, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# What of a GPU decides how fast it is, by the name in results and that of NVIDIA's driver.
+GPU_STATE = {
+    "index": "index", "sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "most_sm_mhz": "clocks.max.sm",
+    "most_memory_mhz": "clocks.max.mem", "power_w": "power.draw", "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu", "clocks_lowered_by": "clocks_event_reasons.active",
+}  # fmt: skip
 T = TypeVar("T")
 P = TypeVar("P", bound=Problem)
 
@@ -40,6 +47,12 @@ def commit() -> dict[str, Any]:
         # A result written by an earlier benchmark of the same session is not a change of what is measured.
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
     }
+
+
+def gpu_state() -> dict[str, Any]:
+    """Clocks, power and temperature of each GPU at this moment, as the driver says them; nothing without a GPU."""
+    found = [dict(zip(GPU_STATE, values, strict=True)) for values in query_driver(",".join(GPU_STATE.values()))]
+    return {"gpu": found} if found else {}
 
 
 def paced(of: Sequence[T], step: str, deadline: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[T]:
@@ -98,8 +111,8 @@ class Kept:
         return list(self._rows.values())
 
     def add(self, row: Mapping[str, Any], conditions: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps the row, with the conditions and the commit; returns it with those."""
-        kept = dict(row) | {"conditions": dict(conditions)} | commit()
+        """Keeps the row, with the conditions, the commit and the state of the GPU; returns it with those."""
+        kept = dict(row) | {"conditions": dict(conditions)} | commit() | gpu_state()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", buffering=2**20) as file:  # one write, which others' writes do not divide
             file.write("\n" + json.dumps(kept))  # on a line of its own, even after one that was cut off
@@ -128,7 +141,7 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "command": _command(),
-        "environment": {"device": hardware.id, **environment},
+        "environment": {"device": hardware.id, **environment, **gpu_state()},
         "summary": dict(summary),
         "rows": [dict(row) for row in rows],
     }

@@ -16,7 +16,7 @@ def text(words: str) -> list[str]:
 def in_place(document: str, program: str, lines: Sequence[str]) -> str:
     """The document with these lines between the comments that name the program of benchmarks/."""
     place = re.compile(rf"(?<=<!-- by benchmarks/{re.escape(program)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    return place.sub(lambda _: "".join(f"{each}\n" for each in lines), document)
+    return place.sub(lambda _: "".join(f"{each}\n" for each in lines), document, count=1)
 
 
 def spread(shares: Iterable[float]) -> tuple[str, str]:

@@ -31,7 +31,7 @@ import framework_steps
 import jax
 import optimize_overhead
 import plain_steps
-from harness import RESULTS, environment, result_file, write_result
+from harness import RESULTS, environment, paced, result_file, write_result
 from plain_steps import Step
 from rich.console import Console
 from whole_functions import wall_times
@@ -146,6 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names in order, also with * and ?")
     parser.add_argument("--seconds", type=float, default=3.0, help="of rounds for each version")
     parser.add_argument("--repeats", type=int, default=3, help="how often each function is timed")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
+    parser.add_argument("--left", action="store_true", help="only those that have no row in the result file")
     parser.add_argument("--small", action="store_true", help="small models by the interpreter; the times mean nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written, and continued")
     options = parser.parse_args(arguments)
@@ -157,10 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = environment(measured(gpu.driver if gpu else ""), load("flash_attention"), load("flash_attention_backward"))
     path = result_file("models", chip, made["dirty"], options.results)
     rows = {row["model"]: row for row in (json.loads(path.read_text())["rows"] if path.exists() else ())}
+    figures = summary(list(rows.values()))
     with tempfile.TemporaryDirectory() as directory:
         os.environ["TILE_SCHEDULER_CACHE"] = str(Path(directory, "cache.db"))  # no decision of an earlier command
         scheduler.reload()
-        for name in dict.fromkeys(name for each in options.only for name in fnmatch.filter(known, each)):
+        names = dict.fromkeys(name for each in options.only for name in fnmatch.filter(known, each))
+        chosen = [name for name in names if not (options.left and name in rows)]
+        for name in paced(chosen, "time", time.perf_counter() + 60 * options.minutes):
             rows[name] = {"model": name} | measured_or_failed(known[name])
             _print(rows[name])
             ordered = [rows[name] for name in dict.fromkeys((*known, *rows)) if name in rows]

@@ -82,9 +82,28 @@ _NAME, _GAIN_LINE, _GAP = 3.6, 0.19, 0.12
 _THINNEST, _STEP, _GAPLESS, _THICKEST = 0.0145, 0.0145, 0.05, 0.16
 _PAGE = 8.0
 # Points from the axes to the right edges of the columns of text.
-_COUNT_AT, _RATIO_AT = 50, 112
+_COUNT_AT, _RATIO_AT, _MOST_AT = 50, 104, 158
 # Values below this are drawn at the edge, because a single one would leave no room for the others.
 _EDGE = 0.5
+# Bars end here, too: the longest is thirty times as long. The column of the most says how long it is.
+_CUT = 4.0
+# What a reader calls the operations. Each row of the picture is a group; others are rows by their own names.
+_GROUPS = {
+    "matrix products": ("matmul",),
+    "gated and float8 products": ("gated_matmul", "scaled_matmul"),
+    "grouped products (mixtures of experts)": ("ragged_dot", "ragged_dot_weights", "gated_ragged_dot"),
+    "attention": ("flash_attention",),
+    "attention, backward": ("flash_attention_backward",),
+    "softmax, cross entropy": ("softmax", "softmax_with_lse", "log_softmax", "cross_entropy", "cross_entropy_saving"),
+    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "group_norm"),
+    "SiLU-and-mul": ("silu_and_mul",),
+    "quantization of rows": ("quantize_rows",),
+    "row operations, backward": (
+        "softmax_backward", "softmax_with_lse_backward", "log_softmax_backward", "cross_entropy_backward",
+        "rms_norm_backward", "add_rms_norm_backward", "layer_norm_backward", "group_norm_backward",
+        "silu_and_mul_backward",
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +148,11 @@ class Gain:
             library_s / record.winner.measurement.median_s,
         )
 
+    @property
+    def group(self) -> str:
+        """What a reader calls the operation."""
+        return next((name for name, of_it in _GROUPS.items() if self.operation in of_it), self.operation)
+
 
 def _libraries(record: Record) -> dict[str, str]:
     """Returns library names by backend: XLA's, and the vendors' if the operation is available."""
@@ -141,28 +165,28 @@ def _libraries(record: Record) -> dict[str, str]:
 
 
 def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
-    """Plots the gains of records of one chip by operation. Records without a library's time are left out."""
+    """Plots the gains of records of one chip by group of operations. Records without a library's time are left out."""
     found = [gain for gain in map(Gain.of, records) if gain is not None]
     chips = dict.fromkeys(record.key.hardware.partition(" (")[0] for record in records)
-    found.sort(key=lambda gain: (gain.operation, gain.final, gain.searched or 0.0))
+    order = [*_GROUPS, *sorted({gain.operation for gain in found})]
+    found.sort(key=lambda gain: (order.index(gain.group), gain.final, gain.searched or 0.0))
     libraries = sorted({gain.library for gain in found}, reverse=True)
     title = f"The library's time over ours, {' and '.join(chips)}: {len(found)} problems"
     subtitle = f"{' or '.join(libraries)}, the faster; bar: what answers a call; "
     subtitle += "dot: the best searched schedule, where a library answers"
-    grouped = itertools.groupby(found, lambda gain: gain.operation)
-    rows = [Row.of(operation, list(of_it)) for operation, of_it in grouped]
+    rows = [Row.of(group, list(of_it)) for group, of_it in itertools.groupby(found, lambda gain: gain.group)]
     with drawing(dark) as look:
         heights = _heights(rows)
         made = figure(title, look, subtitle=subtitle, height=sum(heights) + 2.0)
         axes = made.add_subplot()
         _rows(axes, rows, heights, look)
-        axes.set_xlabel(f"time of {' or '.join(libraries)} over ours; right of 1x ours is faster")
+        axes.set_xlabel(f"its time over ours, logarithmic, cut at {_CUT:g}x; right of 1x ours is faster")
         return made
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The problems of one operation.
+    """The problems of one group of operations.
 
     Attributes:
       name: The name, split into lines.
@@ -190,7 +214,7 @@ def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme
     """Draws bars from 1x, the longest on top, in rows from top to bottom. `y` is in inches."""
     low = max(_EDGE, min([0.97, *(g.searched / 1.03 for row in rows for g in row.gains if g.beaten and g.searched)]))
     high = max(max(g.final, g.searched if g.beaten and g.searched else 0) for row in rows for g in row.gains)
-    low, high = min(low, *(gain.final / 1.03 for row in rows for gain in row.gains)), max(1.03, high**1.04)
+    low, high = min(low, *(gain.final / 1.03 for row in rows for gain in row.gains)), min(max(1.03, high**1.04), _CUT)
     middles: list[float] = []
     top = 0.0
     for row, height in zip(rows, heights, strict=True):
@@ -200,14 +224,17 @@ def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme
         thick = 0.86 * pitch if pitch > _GAPLESS else max(_THINNEST, 1.2 * pitch)
         gains = sorted(row.gains, key=lambda gain: (-gain.final, -(gain.searched or 0.0)))
         places = middles[-1] + pitch * (np.arange(len(gains)) - (len(gains) - 1) / 2)
-        axes.barh(places, [gain.final - 1 for gain in gains], left=1, height=thick, color=look.ours, lw=0)
+        ends = [min(gain.final, high) for gain in gains]
+        axes.barh(places, [end - 1 for end in ends], left=1, height=thick, color=look.ours, lw=0)
         beaten = [(g.searched, y) for g, y in zip(gains, places, strict=True) if g.beaten and g.searched is not None]
         for marker, points in (
             ("o", [(x, y) for x, y in beaten if x >= low]), ("<", [(low, y) for x, y in beaten if x < low]),
         ):  # fmt: skip
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=look.xla, ms=4.5, mew=0, clip_on=False)
-        for right, text, colour in ((_RATIO_AT, row.text, look.ink), (_COUNT_AT, f"{len(gains)}", look.faint)):
+        columns = ((_COUNT_AT, f"{len(gains)}"), (_RATIO_AT, row.text), (_MOST_AT, ratio_text(gains[0].final)))
+        for right, text in columns:
+            colour = look.ink if right == _RATIO_AT else look.faint
             axes.annotate(
                 text, (1, middles[-1]), (right, 0), xycoords=axes.get_yaxis_transform(),
                 textcoords="offset points", ha="right", va="center_baseline", color=colour,
@@ -216,7 +243,7 @@ def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme
         if row is not rows[-1]:
             axes.axhline(top, color=look.grid, lw=0.8)
     axes.annotate(
-        "problems, geomean", (1, 1), (_RATIO_AT, 3), xycoords="axes fraction", textcoords="offset points",
+        "problems, geomean, most", (1, 1), (_MOST_AT, 3), xycoords="axes fraction", textcoords="offset points",
         ha="right", va="bottom", fontsize=11, color=look.faint,
     )  # fmt: skip
     axes.axvline(1.0, color=look.xla, lw=1.6)

@@ -1,4 +1,4 @@
-"""Writes docs/results.md, and the figures of the README, from benchmarks/results/ and the shipped records.
+"""Writes docs/results.md, and the figures of the README and of docs/reproduce.md, from benchmarks/results/.
 
     python benchmarks/results_page.py
 
@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness import RESULTS, ROOT
+from headline import card, compared, costs, files, losses, ratios, repeated
 from markdown_page import in_place, line, number, percent, spread, table, text
 from rows import FORWARD, of_floor
 
 MOST_NAMED = 8  # problems that a result lacks
 LOSS = 0.98  # a table has every row whose ratio is below
-PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
+PAGE, REPEATED, README = ROOT / "docs" / "results.md", ROOT / "docs" / "reproduce.md", ROOT / "README.md"
 TRIALS = ("4", "16", "64")
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -29,52 +30,16 @@ Row = Mapping[str, Any]
 def main() -> None:
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     PAGE.write_text(page(results))
-    README.write_text(with_headline(README.read_text(), results))
-    print(f"{PAGE.relative_to(ROOT)}, {README.relative_to(ROOT)}: from {len(results)} files")
+    for document in (README, REPEATED):
+        document.write_text(with_figures(document.read_text(), results))
+    print(f"{', '.join(str(each.relative_to(ROOT)) for each in (PAGE, README, REPEATED))}: from {len(results)} files")
 
 
-def with_headline(document: str, results: Mapping[str, Result]) -> str:
-    """The README with today's figures in their place."""
-    return in_place(document, "results_page.py", list(_ratios(results)))
-
-
-def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
-    s, fused = (results[f"{name}-nvidia-h200"]["summary"] for name in ("matmul", "fused"))
-    of_rows = results["rows-nvidia-h200"]["rows"]
-    rows = [row["final_vs_xla"] for row in of_rows if row["operation"] in FORWARD]
-    others = [row["final_vs_xla"] for row in of_rows if row["operation"] not in FORWARD]
-    attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
-    yield from table("on an H200, the other's time over ours", "geomean", "worst", left=1)
-    for title, summary, name in (
-        (f"XLA / `tuned_matmul`, {s['problems']} problems", s, "final_vs_xla"),
-        ("XLA / the best Pallas schedule alone", s, "pallas_vs_xla"),
-        (
-            f"JAX's `hopper_matmul_mgpu` / the best Pallas schedule, {s['problems_with_jax_hopper']} problems",
-            s,
-            "pallas_vs_jax_hopper",
-        ),
-        (
-            f"XLA / `tuned_matmul` with bias, activation or residual, {fused['problems']} problems",
-            fused,
-            "final_vs_written",
-        ),
-    ):
-        yield line(title, number(summary[f"{name}_geomean"], 3), number(summary[f"{name}_worst"], 3))
-    for result in _files(results, "models").values():
-        steps = [row for row in result["rows"] if row.get("kind") == "training"]
-        chip = _chip(result).removeprefix("NVIDIA ")
-        title = f"plain JAX / `scheduler.optimize`, {len(steps)} unmodified training steps, no search, on an {chip}"
-        worst = number(min(min(row["ratios"]) for row in steps), 3)
-        yield line(title, number(result["summary"]["training_geomean"], 3), worst)
-    grouped = results["grouped-nvidia-h200"]["rows"]
-    for title, ratios in (
-        ("torch's `_grouped_mm` / `tuned_ragged_dot`", [r["pallas_vs_torch"] for r in grouped if r["pallas_vs_torch"]]),
-        ("tokamax / `tuned_ragged_dot` and its gradients", [row["pallas_vs_tokamax"] for row in grouped]),
-        (f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(rows)} problems", rows),
-        (f"XLA / backward passes of rows, losses, other norms and quantization, {len(others)} problems", others),
-        (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
-    ):
-        yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
+def with_figures(document: str, results: Mapping[str, Result]) -> str:
+    """A document with today's figures in their places."""
+    for place, lines in (("ratios", ratios), ("costs", costs), ("repeated", repeated)):
+        document = in_place(document, f"results_page.py: {place}", list(lines(results)))
+    return document
 
 
 def page(results: Mapping[str, Result]) -> str:
@@ -90,22 +55,30 @@ def page(results: Mapping[str, Result]) -> str:
             "A ratio above 1 means that ours is faster. Times are microseconds on the device, operands out of the "
             "cache unless the file says `warm` ([measuring](measuring.md)). Summary: [README](../README.md)."
         ),
+        *_cards(results),
+        *losses(results),
         *_matmul(of["matmul"]),
         *_fused(of["fused"]),
-        *_rows(_files(results, "rows")),
+        *_rows(files(results, "rows")),
         *_quality(of["search_quality"]),
-        *_search_times(_files(results, "tuning_time")),
+        *_search_times(files(results, "tuning_time")),
         *_external_clock(of["external_clock"]),
         *_call_times(of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
-        *_grouped(_files(results, "grouped")),
-        *_models(_files(results, "models")),
-        *_many_gpus(_files(results, "many_gpus")),
+        *_grouped(files(results, "grouped")),
+        *_models(files(results, "models")),
+        *_many_gpus(files(results, "many_gpus")),
         *_sizes(of["sizes"]),
-        *_faults(_files(results, "faults")),
+        *_faults(files(results, "faults")),
         *_compiled(results),
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _cards(results: Mapping[str, Result]) -> Iterator[str]:
+    """A table of the comparisons of each card."""
+    for name in sorted({card(result) for _, result, _ in compared(results)}, reverse=True):
+        yield from ("", f"## {name}", "", *ratios(results, name))
 
 
 def notable(rows: Sequence[Row], ratio: str) -> list[Row]:
@@ -239,7 +212,7 @@ def _search_times(results: Mapping[str, Result]) -> Iterator[str]:
         s = result["summary"]
         job = (number(s.get(name), 1) for name in ("seconds_a_problem_of_a_job", "verify_seconds_a_record"))
         one = (number(s["seconds_with_startup"], 1), str(s["trials"]), str(s["problems"]))
-        yield line(_chip(result), *one, *job, percent(s["winner_disagreement_worst"]))
+        yield line(card(result), *one, *job, percent(s["winner_disagreement_worst"]))
 
 
 def _external_clock(result: Result) -> Iterator[str]:
@@ -333,7 +306,7 @@ def _models(results: Mapping[str, Result]) -> Iterator[str]:
     )
     for name, result in results.items():
         yield from _source(name, result)
-    chips = [_chip(result).split()[1] for result in results.values()]
+    chips = [card(result).split()[1] for result in results.values()]
     rows = [{row["model"]: row for row in result["rows"] if "ratios" in row} for result in results.values()]
     kinds = {name: row["kind"] for of in rows for name, row in of.items()}
     yield from table("", "kind", *chips, *(f"{chip}: MiB" for chip in chips), left=2)
@@ -439,7 +412,7 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
             exact = f"{s['bytes_equal']} of {s['bytes_compared']}"
             counts = (str(s[count]) for count in ("schedules", "false_accepts", "false_rejects"))
             tau = number(s["tau_median"], 2) if s["tau_median"] is not None else "no estimates"
-            yield line(_chip(of), *counts, exact, tau)
+            yield line(card(of), *counts, exact, tau)
     yield ""
     chips = [of["summary"] for name, of in results.items() if name.startswith("mma_fit")]
     ways = [s for chip in chips for s in (chip, *(s for name, s in chip.items() if name.startswith("sm_")))]
@@ -449,11 +422,6 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
         f"{sum(s['refused'] for s in chips)} refused, {sum(s['spilled'] for s in ways)} with spills, "
         f"{sum(s['other_onchip_bytes'] for s in chips)} with other on-chip bytes than predicted."
     )
-
-
-def _files(results: Mapping[str, Result], benchmark: str) -> dict[str, Result]:
-    """The results of a benchmark on every chip, by file name."""
-    return {name: result for name, result in sorted(results.items()) if name.partition("-")[0] == benchmark}
 
 
 def _section(title: str, name: str, result: Result) -> Iterator[str]:
@@ -472,10 +440,6 @@ def _source(name: str, result: Result) -> Iterator[str]:
         many = len(missing) > MOST_NAMED
         yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."
     yield ""
-
-
-def _chip(result: Result) -> str:
-    return str(result["environment"]["device"]).partition(" (")[0]
 
 
 if __name__ == "__main__":

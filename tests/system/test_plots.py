@@ -141,12 +141,12 @@ def test_what_is_wrong_with_a_picture_is_found():
         assert words_of in said, words_of
 
 
-def test_the_rarest_operations_of_a_roofline_share_a_marker():
-    point = Point("", 1.0, 1.0, None, 1.0, 1.0)
-    many = [dataclasses.replace(point, operation=f"op{n:02}") for n in range(20) for _ in range(1 + (n != 3))]
+def test_the_rarest_operations_of_a_roofline_share_a_row():
+    point = Point("", 1.0, 1.0, None, 1.0)
+    many = [dataclasses.replace(point, operation=f"op{n:02}") for n in range(31) for _ in range(1 + (n != 3))]
     points, names = grouped(many)
     assert names[-1] == "6 others"
-    assert len({*names}) == len(names) == 15
+    assert len({*names}) == len(names) == 26
     assert "op03" not in names
     assert {p.operation for p in points} == {*names}
     assert grouped(many[:5])[1] == ["op00", "op01", "op02"]

@@ -1,14 +1,13 @@
-"""Plots a chip's roofline with every tuned problem."""
+"""Plots a chip's roofline with every tuned problem, and how near to it the problems of each operation are."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.text import digits
@@ -21,10 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The markers of operations, in the order of their names; the last one may be that of several.
-_MARKERS = "osD^vPX<>*pHd8h"
-# Inches: minimum width and height of the left axes, and the height of a text line.
-_ACROSS, _DOWN, _LINE = 4.2, 3.2, 0.2
+# The most rows of operations, of which the last one may be that of several; and so many have room in any case.
+_ROWS, _ROOM = 26, 15
+# Inches: minimum width and height of the left axes, the height of a text line, and that of a row.
+_ACROSS, _DOWN, _LINE, _ROW = 3.7, 3.2, 0.2, 0.25
+# Of a row's height: how far the points of XLA and of the winners lie from its middle.
+_APART = 0.19
+# Inches of the name of an operation.
+_NAME = 2.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,6 @@ class Point:
       intensity: FLOP/B of compulsory traffic.
       rate, xla_rate: FLOP/s of the winner and of XLA; `xla_rate` is None if XLA did not run.
       roof: FLOP/s that the chip allows at this intensity.
-      bound_s: Lower bound of the time by the roofline, in seconds.
     """
 
     operation: str
@@ -43,7 +45,6 @@ class Point:
     rate: float
     xla_rate: float | None
     roof: float
-    bound_s: float
 
     @classmethod
     def of(cls, case: Case) -> Point | None:
@@ -51,14 +52,12 @@ class Point:
         if case.record is None or not case.problem.flops:
             return None
         p, library_s = case.problem, case.library_s
-        bound_s = CostModel(case.hardware).lower_bound(p)
         return cls(
             case.operation.name,
             p.flops / p.bytes_moved,
             p.flops / case.record.winner.measurement.median_s,
             None if library_s is None else p.flops / library_s,
-            p.flops / bound_s,
-            bound_s,
+            p.flops / CostModel(case.hardware).lower_bound(p),
         )
 
 
@@ -76,46 +75,29 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         raise ValueError("a roofline is of one chip, and these records are of several: name one")
     hardware = cases[0].hardware
     title = f"Roofline of {hardware.kind}: {len(points)} tuned problem{'s' * (len(points) > 1)}"
-    subtitle = "filled: what answers a call; hollow: XLA; a line joins the two. FLOP and bytes that the problem needs."
+    subtitle = "filled: what answers a call; hollow: XLA; bar: the median. FLOP and bytes that the problem needs."
     if any(case.took == "estimated" for case in cases):
         subtitle += " Times are estimated by the compiler where the chip was not there."
+    points, names = grouped(points)
     with drawing(dark) as look:
-        from matplotlib.lines import Line2D
-
-        made = figure(title, look, subtitle=subtitle, height=HEIGHT + 0.4)
-        left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
-        points, names = grouped(points)
+        made = figure(title, look, subtitle=subtitle, height=max(HEIGHT, _ROW * len(names) + 1.5))
+        left, right = made.subplots(1, 2, width_ratios=(1.5, 1))
         arithmetics = sorted(
             {case.problem.arithmetic for case in cases if Point.of(case)}, key=lambda name: (hardware.peak(name), name)
         )
         _roofs(left, {name: hardware.peak(name) for name in arithmetics}, hardware.hbm_bytes_per_s, points, look)
-        for axes, of_roof in ((left, False), (right, True)):
-            _points(axes, points, names, look, of_roof=of_roof)
+        _points(left, points, look)
         left.set(xlabel="arithmetic intensity, FLOP/B", ylabel="TFLOP/s")
-        right.set(xlabel="time that the roofline allows, µs", ylabel="share of the roofline")
-        right.set_xscale("log")
-        times = [point.bound_s * 1e6 for point in points]
-        right.set_xlim(min(times) / 2, max(times) * 2)
-        plain_log(right.xaxis)
-        highest = max([1.0, *(rate / p.roof for p in points for rate in (p.rate, p.xla_rate or 0.0))])
-        right.set_ylim(0, 1.05 * highest)
-        right.axhline(1.0, color=look.ink, lw=1.6)
-        right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        right.grid(axis="y")
-        handles = [
-            Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label="\n".join(fold(name, 2.15, most=2)))
-            for name, marker in zip(names, itertools.cycle(_MARKERS))
-        ]
-        made.legend(handles=handles, loc="outside lower center", ncols=min(4, len(names)), handletextpad=0.2)
+        _shares(right, points, names, look)
         return made
 
 
 def grouped(points: Sequence[Point]) -> tuple[list[Point], list[str]]:
-    """Returns the points and their names, with one name for the rarest operations if there are more than markers."""
+    """Returns the points and their names, with one name for the rarest operations if there are more than rows."""
     counts = collections.Counter(sorted(point.operation for point in points))
-    if len(counts) <= len(_MARKERS):
+    if len(counts) <= _ROWS:
         return list(points), sorted(counts)
-    kept = sorted(name for name, _ in counts.most_common(len(_MARKERS) - 1))
+    kept = sorted(name for name, _ in counts.most_common(_ROWS - 1))
     others = f"{len(counts) - len(kept)} others"
     renamed = [p if p.operation in kept else dataclasses.replace(p, operation=others) for p in points]
     return renamed, [*kept, others]
@@ -157,25 +139,39 @@ def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequen
     )  # fmt: skip
 
 
-def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: Theme, *, of_roof: bool) -> None:
-    for name, marker in zip(names, itertools.cycle(_MARKERS)):
+def _points(axes: Axes, points: Sequence[Point], look: Theme) -> None:
+    """Draws the rates over the intensity, XLA's below the winners'."""
+    pairs = [(point.intensity, point.xla_rate / 1e12) for point in points if point.xla_rate is not None]
+    for of, style in ((pairs, _xla(look)), ([(point.intensity, point.rate / 1e12) for point in points], _ours(look))):
+        axes.plot([x for x, _ in of], [y for _, y in of], **style)
+
+
+def _shares(axes: Axes, points: Sequence[Point], names: Sequence[str], look: Theme) -> None:
+    """Draws a row for each operation: its shares of the roofline, with their median."""
+    for row, name in enumerate(names):
         of_it = [point for point in points if point.operation == name]
-        pairs = [p for p in of_it if p.xla_rate is not None]
+        for side, style, shares in (
+            (-1, _ours(look), [point.rate / point.roof for point in of_it]),
+            (1, _xla(look), [point.xla_rate / point.roof for point in of_it if point.xla_rate is not None]),
+        ):
+            if shares:
+                y = row + side * _APART
+                axes.plot(shares, [y] * len(shares), **style)
+                axes.plot([statistics.median(shares)] * 2, [y - _APART, y + _APART], color=style["mec"], lw=2.6)
+    highest = max([1.0, *(rate / p.roof for p in points for rate in (p.rate, p.xla_rate or 0.0))])
+    axes.set(xlim=(0, 1.03 * highest), ylim=(max(len(names), _ROOM) - 0.5, -0.5), xlabel="share of the roofline")
+    axes.axvline(1.0, color=look.ink, lw=1.6)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_yticks(range(len(names)), ["\n".join(fold(name, _NAME, most=1)) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    for row in range(1, len(names)):
+        axes.axhline(row - 0.5, color=look.grid, lw=0.8)
 
-        def height(rates: Sequence[float | None], of: Sequence[Point]) -> list[float]:
-            scale = [p.roof if of_roof else 1e12 for p in of]
-            return list(np.array(rates, dtype=float) / scale)
 
-        def along(of: Sequence[Point]) -> list[float]:
-            return [p.bound_s * 1e6 if of_roof else p.intensity for p in of]
+def _ours(look: Theme) -> dict[str, Any]:
+    return {"marker": "o", "ls": "none", "mfc": look.ours, "mec": look.ours, "ms": 3.6, "mew": 0.6}
 
-        before, after = height([p.xla_rate for p in pairs], pairs), height([p.rate for p in pairs], pairs)
-        x = along(pairs)
-        gap = [np.nan] * len(pairs)  # one line with gaps: an SVG stores the style of each line
-        joined = (np.transpose(ends).ravel() for ends in ([x, x, gap], [before, after, gap]))
-        axes.plot(*joined, color=look.faint, lw=1.2)
-        axes.plot(x, before, marker, mfc="none", mec=look.xla, ms=5.5, mew=1.3, ls="none")
-        axes.plot(
-            along(of_it), height([p.rate for p in of_it], of_it), marker, color=look.ours, ms=5.5,
-            mew=0, ls="none",
-        )  # fmt: skip
+
+def _xla(look: Theme) -> dict[str, Any]:
+    return {"marker": "o", "ls": "none", "mfc": "none", "mec": look.xla, "ms": 3.6, "mew": 0.8}
