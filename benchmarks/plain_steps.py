@@ -251,7 +251,7 @@ def _stacked(weights: Weights) -> Weights:
     return jax.tree.map(lambda w: w.astype(F32), weights | {"layers": layers})
 
 
-def _training(
+def training(
     loss: Loss,
     shape: Shape,
     small: bool,
@@ -383,23 +383,23 @@ def _step(name: str, kind: Kind, build: Callable[..., Built], *args: Any, **kwar
 
 STEPS = (
     _step("llama", "inference", _forward, llama, LLAMA_3, True),
-    _step("llama_training", "training", _training, difference(llama), LLAMA_3, batch=vectors),
+    _step("llama_training", "training", training, difference(llama), LLAMA_3, batch=vectors),
     _step("vit", "inference", _forward, VIT, VIT_LARGE, False),
-    _step("vit_training", "training", _training, difference(VIT), VIT_LARGE, gated=False, batch=vectors),
+    _step("vit_training", "training", training, difference(VIT), VIT_LARGE, gated=False, batch=vectors),
     _step("gpt2", "inference", _forward, GPT, GPT_2, False),
-    _step("gpt2_training", "training", _training, language(GPT), GPT_2, gated=False),
-    _step("scan_remat_adamw", "training", _training, scanned, LLAMA, prepared=_stacked, donate_argnums=(0, 1)),
+    _step("gpt2_training", "training", training, language(GPT), GPT_2, gated=False),
+    _step("scan_remat_adamw", "training", training, scanned, LLAMA, prepared=_stacked, donate_argnums=(0, 1)),
     _step(
         "multisteps",
         "training",
-        _training,
+        training,
         language(GPT),
         LANGUAGE,
         gated=False,
         optimizer=optax.MultiSteps(optax.adamw(1e-4), 4),
     ),
-    _step("llama_packed", "masked", _training, packed, LLAMA, batch=_segmented),
-    _step("llama_padded", "masked", _training, padded, LLAMA, batch=_of_lengths),
+    _step("llama_packed", "masked", training, packed, LLAMA, batch=_segmented),
+    _step("llama_padded", "masked", training, padded, LLAMA, batch=_of_lengths),
     _step("prefill", "inference", _inference, 4, 2048, 4096),
     *(_step(f"decode_{batch}", "inference", _inference, batch, 1, 4096) for batch in (1, 8, 64)),
     _step("resnet_block", "no pattern", _resnet_block),

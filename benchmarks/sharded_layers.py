@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from harness import told
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layer_models import Case, Jnp, Mlp, Tuned
+from plain_steps import GPT, Shape, language, training
 from whole_functions import Run, distances, kernel_times, wall_times, worst
 
 import scheduler
@@ -136,8 +136,6 @@ STEPS = {"data_parallel_step": P(), "sharded_parameters_step": P("data")}
 
 def timed_step(name: str, devices: int, small: bool, seconds: float = 0.0) -> dict[str, Any]:
     """A row: microseconds a layer in plain JAX and by `scheduler.optimize`, and what that decided."""
-    from models import Shape, training_step, transformer, weights_of
-
     extents = (1, 2 * devices, 128, 256, 512, 4, 4, 1024) if small else (6, 8 * devices, 1024, 768, 3072, 12, 12, 50304)
     shape = Shape(*extents)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
@@ -145,13 +143,12 @@ def timed_step(name: str, devices: int, small: bool, seconds: float = 0.0) -> di
     def place(x: Any, spec: P) -> Any:
         return jax.device_put(x, NamedSharding(mesh, spec if x.ndim and x.shape[0] % devices == 0 else P()))
 
-    step, init = training_step(functools.partial(transformer, shape, causal=True), shape)
-    weights = weights_of(shape, gated=False)
-    weights, state = (jax.tree.map(lambda x: place(x, STEPS[name]), each) for each in (weights, init(weights)))
-    tokens = jax.random.randint(jax.random.key(1), (shape.batch, shape.tokens), 0, shape.vocabulary)
-    args = (weights, state, *(place(x, P("data")) for x in (tokens, jnp.roll(tokens, -1, 1))))
-    plain = jax.jit(step)
-    optimized = scheduler.optimize(step, **({"backends": ("interpret", "xla")} if small else {}))
+    built = training(language(GPT), shape, small=False, gated=False)
+    weights, state, *batch = built.arguments()
+    weights, state = (jax.tree.map(lambda x: place(x, STEPS[name]), each) for each in (weights, state))
+    args = (weights, state, *(place(x, P("data")) for x in batch))
+    plain = built.function
+    optimized = scheduler.optimize(plain, **({"backends": ("interpret", "xla")} if small else {}))
     jax.block_until_ready(optimized(*args))
     (decision,) = optimized.decisions
     runs = {"jnp": lambda: plain(*args), "optimize": lambda: optimized(*args)}
