@@ -231,7 +231,8 @@ def _named(
     if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((args, named))):
         pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
         decorated = isinstance(given, types.FunctionType) and hasattr(given, "__wrapped__")
-        known = (*operation.options, *(inspect.signature(given).parameters if decorated else ()), *_OPTIONS)
+        called = inspect.signature(given).parameters if decorated else ()
+        known = dict.fromkeys((*operation.options, *called, *_OPTIONS))
         for name in named:
             if name not in known:
                 raise TypeError(f"{operation.name} has no option {unknown(name, known)}")

@@ -127,7 +127,7 @@ def _unknown(name: str) -> str:
     """Returns the end of an error message about an operation that this package does not have."""
     from search_spaces.space import unknown
 
-    return unknown(name, _OWN)
+    return f"{name!r} in this package" if "." in name else unknown(name, _OWN)
 
 
 def run_by(value: Any) -> Operation[Any] | None:

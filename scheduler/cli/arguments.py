@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -88,7 +89,8 @@ Part = Annotated[
 Own = Annotated[
     list[str] | None,
     typer.Option(
-        callback=load_each, help="A user-defined operation of the job, named as in the job: file.py:NAME. Repeatable."
+        callback=load_each,
+        help="A user-defined operation: file.py:NAME or MODULE:NAME, in a job as the job names it. Repeatable.",
     ),
 ]
 SamplerName = Annotated[
@@ -162,6 +164,9 @@ def problems_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], list[
     function: Any = value_of(name) if ":" in name else None
     try:
         texts = field_texts(fields)
+        for x, text in texts.items():
+            if _OF_64_BITS.match(text) and not jax_enables_64_bits():
+                raise ValueError(f"{x}={text} needs types of 64 bits: set JAX_ENABLE_X64=1")
         if not hasattr(function, "operations"):
             return operation, task.problems_of(operation, texts)
         given = {x: written.array_of(x, text) if "[" in text else written.value_of(text) for x, text in texts.items()}
@@ -169,6 +174,16 @@ def problems_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], list[
         return next(each for each in function.operations if each.problem is type(problem)), [problem]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{operation.name}: {error}") from error
+
+
+# An array type that JAX makes narrower by default.
+_OF_64_BITS = re.compile(r"(float64|complex128|u?int64)\[")
+
+
+def jax_enables_64_bits() -> bool:
+    import jax
+
+    return bool(jax.config.read("jax_enable_x64"))
 
 
 def field_texts(fields: Sequence[str]) -> dict[str, str]:

@@ -68,7 +68,9 @@ def show(
         chip = None
         with contextlib.suppress(ValueError):  # the name matches several chips, or none
             chip = chips.find(hardware) if hardware else None
-        raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {hints.tune(op, problem, chip)}")
+        raise SchedulerError(
+            f"nothing is stored for {op.name} {problem}{on}; run: {hints.typed(operation, fields, chip)}"
+        )
     if as_json:
         print_json([record_report.kept_json(*row, problem, arguments.chip_of(row[1].hardware)) for row in found])
         return
@@ -85,7 +87,7 @@ def show(
                     output("", *plotting.landscape_lines(landscape(case)))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {unfinished_text(cut)}")
-            print_goes_on(key, hints.tune(op, problem, arguments.chip_of(key.hardware)))
+            print_goes_on(key, hints.typed(operation, fields, arguments.chip_of(key.hardware)))
         if trials:
             output("", *record_report.trials_table(trials, record, console_here().width))
 
@@ -137,7 +139,7 @@ def explain(
         output(f"Without a measurement, a call gets {choice}: {model.reason}.")
         why = "Nothing is stored" if record is None else f"The stored schedule is no longer valid ({held})"
         output(f"{why}; run:")
-        print_command(hints.tune(op, problem, chip))
+        print_command(hints.typed(operation, fields, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *record_head(record, trials_kept=bool(found[0][2])), "")
         output(*record_report.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))

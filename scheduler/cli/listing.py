@@ -165,12 +165,16 @@ def _print_none(places: Sequence[str], operation: str | None) -> None:
     from search_spaces import OPERATIONS, load
 
     op = load(operation if operation in OPERATIONS else OPERATIONS[0])
-    small = example(op, 256)
-    assert small is not None, "of the operations here, all that has no default is an extent"
+    small = example(op, 64)
+    if small is None or operation not in (None, *OPERATIONS):  # a function's problem is typed by its arrays
+        name = operation if operation is not None and ":" in operation else "file.py:NAME"
+        command = hints.typed(name, ["x=float32[64,128]"])
+    else:
+        command = hints.tune(op, small)
     of = f" of {operation}" if operation is not None else ""
     for place in places:  # unreadable stores are excluded, and were reported before
         output(f"No record{of} is in {place}, and none is shipped for this chip; to tune a problem, for example:")
-    print_command(hints.tune(op, small))
+    print_command(command)
 
 
 def print_goes_on(key: Key, command: str | None = None) -> None:

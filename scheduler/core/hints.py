@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,17 @@ def tune(operation: Operation[Any], problem: Problem, chip: Hardware | None = No
     Args:
       chip: the target chip, which need not be present: its compiler estimates times.
     """
+    return typed(name(operation), _FIELD.split(str(problem)), chip)
+
+
+# Between two fields of a problem's text: a value may contain spaces.
+_FIELD = re.compile(r" (?=[A-Za-z_]\w*=)")
+
+
+def typed(operation: str, fields: Sequence[str], chip: Hardware | None = None) -> str:
+    """Returns the command that tunes a problem as it was typed; arguments as in `tune`."""
     on = f" --hardware {shlex.quote(chip.kind)}" if chip is not None and chip.static_cycles else ""
-    return f"tile-scheduler tune {shlex.quote(name(operation))} {shlex.join(str(problem).split())}{on}"
+    return f"tile-scheduler tune {shlex.join([operation, *fields])}{on}"
 
 
 def name(operation: Operation[Any]) -> str:

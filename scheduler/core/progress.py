@@ -115,7 +115,7 @@ class JobPace:
     def step(self, which: Hashable, progress: Progress) -> None:
         """Updates the progress of a running search."""
         work, since, _ = self._running[which]
-        self._running[which] = work, since, TRIALS_SHARE * min(1.0, progress.done / progress.budget)
+        self._running[which] = work, since, TRIALS_SHARE * min(1.0, progress.done / max(1, progress.budget))
         self._has_rate |= progress.eta_s is not None
 
     def put_back(self, which: Hashable) -> None:

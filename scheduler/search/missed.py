@@ -114,7 +114,7 @@ def _unknown(miss: Miss, error: Exception) -> str:
     if miss.key.operation in OPERATIONS:
         return f"the problem is no longer valid for {miss.key.operation}: {error}"
     where = f"--own {miss.place}" if miss.place else "--own file.py:NAME, after saving it in a file"
-    return f"{miss.key.operation} is user-defined: give {where}"
+    return f"{miss.key.operation} is user-defined: give {where} (also to see whether it was tuned since)"
 
 
 def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:

@@ -134,7 +134,7 @@ def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
         assert kernel["size"] == sum(kernel["dropped"].values()) + kernel["tried"] + kernel["untried"]
     out, _ = run("explain", "matmul", *fields, "--hardware", "NVIDIA H200")
     assert "on-chip memory" in out
-    assert "Nothing is stored; run:\n  tile-scheduler tune matmul m=4096 n=4096 k=3776 dtype=bfloat16\n" in out
+    assert "Nothing is stored; run:\n  tile-scheduler tune matmul m=4096 n=4096 k=3776\n" in out
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,10 @@ def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
         (
             ["explain", "matmul", *SMALL, "--hardware", "H2000"],
             "no hardware 'H2000'; did you mean 'NVIDIA H200'? (known: NVIDIA H200",
+        ),
+        (
+            ["tune", "mine.f", "m=3"],
+            "no operation 'mine.f' in this package; your own: package.module:NAME or file.py:NAME",
         ),
         (["forget"], "name a problem, or give --all"),
         (["forget", "matmul", *SMALL, "--all"], "exclude each other"),
@@ -464,6 +468,28 @@ def test_an_operation_that_only_a_store_knows_is_listed_by_its_name(store):
     store.put(record(key=dataclasses.replace(KEY, operation="own")))
     assert "own, NVIDIA H200" in run("list", "--operation", "own")[0]
     assert [row["operation"] for row in json.loads(run("list", "--operation", "own", "--json")[0])] == ["own"]
+
+
+ROW_FUNCTION = """
+import jax.numpy as jnp
+import scheduler
+
+@scheduler.rows
+def centred(x, *, by="a b"):
+    return x - jnp.mean(x)
+"""
+
+
+def test_a_row_function_is_typed_again_as_it_was_and_64_bits_are_refused(store, tmp_path):
+    (tmp_path / "functions.py").write_text(ROW_FUNCTION)
+    name, of_32, of_64 = f"{tmp_path / 'functions.py'}:centred", "x=float32[8,64]", "x=float64[8,64]"
+    assert (
+        f"run: tile-scheduler tune {name} 'x=float32[8,64]' 'by=c d'" in run("show", name, of_32, "by=c d", status=1)[1]
+    )
+    _, err = run("tune", name, of_64, status=2)
+    assert "x=float64[8,64] needs types of 64 bits: set JAX_ENABLE_X64=1" in " ".join(err.split())
+    for operation, command in (("rows", "file.py:NAME"), (name, name)):
+        assert f"tile-scheduler tune {command} 'x=float32[64,128]'" in run("list", "--operation", operation)[0]
 
 
 def test_a_chip_is_named_alike_everywhere(store):

@@ -468,3 +468,14 @@ def test_every_shipped_sweep_holds_schedules_of_todays_spaces():
             space = spaces[trial.backend]
             assert space.encode(dataclasses.asdict(space.decode(trial.schedule))) == trial.schedule, path
             assert runner.version(trial.backend, trial.schedule) == trial.version
+
+
+def test_a_recording_without_a_trial_is_one_sentence(tmp_path):
+    whole = ROOT / "sweeps" / "nvidia-h200" / "matmul-m4096-n4096-k4096.jsonl.gz"
+    head = tmp_path / "head.jsonl.gz"
+    head.write_bytes(gzip.compress(gzip.decompress(whole.read_bytes()).partition(b"\n")[0] + b"\n"))
+    ended = CliRunner().invoke(app, ["replay", str(head), "--budget", "4"])
+    assert ended.exit_code == 1, ended.output
+    assert isinstance(ended.exception, SystemExit)
+    assert ended.stderr.splitlines()[-1].strip()
+    assert "Traceback" not in ended.output
