@@ -384,7 +384,7 @@ def test_a_list_of_nothing_says_so_and_what_to_do():
     out, _ = run("list")
     words = " ".join(out.split())
     assert words.startswith(f"No record is in {default_url()}, and none is shipped for this chip; to tune a problem")
-    assert "\n  tile-scheduler tune matmul m=256" in out
+    assert "\n  tile-scheduler tune matmul m=64" in out
     assert "more are shipped for other chips" in words
     assert json.loads(run("list", "--json")[0]) == []
 
