@@ -58,13 +58,15 @@ LOSES = 0.97
 # Products with fewer rows are limited by memory.
 FEW_ROWS = 256
 BUDGET = 16
+# Seeds of the draws that the shipped constants are fitted to (ship_constants.py).
+EVIDENCE = (0, 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="number of problems")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw; 0 is evidence for the constants")
+    parser.add_argument("--seed", type=int, default=2, help="of the draw; 0 and 1 are evidence")
     parser.add_argument("--searched", type=int, default=0, help=f"problems that {BUDGET} trials are spent on, too")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing that would end after so many")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 4), help="that compile")
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line)
     for name, value in figures.items():
         print(f"{name}: {value}")
-    name = "no_search_drawn" if options.seed else "drawn_evidence"  # ship_constants.py reads the latter
+    name = "drawn_evidence" if options.seed in EVIDENCE else "no_search_drawn"
     unverified.conclude(name, tasks, hardware, rows, figures, options.results)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/ship_constants.py --kind 'NVIDIA H200'     # then: tile-scheduler build-cache
 
 `tile-scheduler calibrate` fits the records of one operation alone. Here the times of library_costs.py and of
-`no_search_drawn.py --seed 0` are evidence, too; its other seeds judge.
+no_search_drawn.py by the seeds 0 and 1 are evidence, too; its other seeds judge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, posed
+from harness import ROOT, posed, result_file
 from rich.console import Console
 
 from scheduler.cli.record_report import calibrations_table
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=ROOT / "records", help="where the constants are written")
     options = parser.parse_args()
     hardware, store = chips.find(options.kind), shipped()
-    results = [json.loads(path.read_text()) for name in ("library_costs", "drawn_evidence")
-               for path in RESULTS.glob(f"{name}-{hardware.kind.lower().replace(' ', '-')}.json")]  # fmt: skip
+    files = (result_file(name, hardware, dirty=False) for name in ("library_costs", "drawn_evidence"))
+    results = [json.loads(file.read_text()) for file in files]
     for name in sorted({record.key.operation for record in store.records(hardware=hardware.id)}):
         operation = load(name)
         parts = [measured(operation, hardware, result) for result in results]

@@ -22,7 +22,7 @@ from scheduler.store import cache
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.row_alignment import ROW_BYTES, row_alignment
+from search_spaces.row_alignment import ROW_BYTES, contracts_rows, row_alignment
 
 # ------------------------------------------------------------------------------
 # Correction of the cost model's times for a kernel, learned from measured problems.
@@ -131,12 +131,12 @@ class ProblemPoint:
         XLA's programs differ by operand, and are slower for contracted rows (`LibraryWork`).
         """
         p = self.problem
-        if (numbers := p.dimension_numbers) is None:
+        if p.dimension_numbers is None:
             return (math.log2(p.row_alignment),)
         of_operands = list[float]()
-        for operand, contracted in zip(p.operands(), numbers[0], strict=False):
-            alignment, is_last = math.log2(row_alignment(operand)), len(operand.shape) - 1 in contracted
-            of_operands += [alignment, _ALIGNED] if is_last else [_ALIGNED, alignment]
+        for index, operand in enumerate(p.operands()[:2]):
+            alignment = math.log2(row_alignment(operand))
+            of_operands += [alignment, _ALIGNED] if contracts_rows(p, index) else [_ALIGNED, alignment]
         return (*of_operands, math.log2(min(map(row_alignment, p.results()))))
 
     @functools.cached_property

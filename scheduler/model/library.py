@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler.core.hardware import Hardware
 from search_spaces.problem import Problem, nbytes
-from search_spaces.row_alignment import ROW_BYTES, row_alignment
+from search_spaces.row_alignment import ROW_BYTES, contracts_rows, row_alignment
 
 if TYPE_CHECKING:
     from scheduler.model.cost import Constants
@@ -90,15 +90,9 @@ class LibraryWork:
         return c.library_scale * (overlapped_s + stores_s + self.following_s + fixed_s)
 
 
-def _rows_are_contracted(problem: Problem, index: int) -> bool:
-    """Returns whether a product's operand has its contracted axis last; so it is taken for other problems."""
-    numbers = problem.dimension_numbers
-    return numbers is None or len(problem.operands()[index].shape) - 1 in numbers[0][index]
-
-
 def _arithmetic(problem: Problem) -> str:
     """Returns the type that XLA multiplies: WGMMA takes 8-bit operands only with contracted rows."""
-    if problem.operands()[0].dtype.itemsize == 1 and not all(_rows_are_contracted(problem, i) for i in (0, 1)):
+    if problem.operands()[0].dtype.itemsize == 1 and not all(contracts_rows(problem, i) for i in (0, 1)):
         return "bfloat16"
     return problem.arithmetic
 
@@ -114,6 +108,6 @@ def _slow_rows(problem: Problem) -> list[int]:
     unaligned = [(i, each) for i, each in rows if each < ROW_BYTES]
     if len(unaligned) == 1:
         [(index, alignment)] = unaligned
-        if alignment >= 4 and problem.matrices[index].dtype.itemsize == 2 and not _rows_are_contracted(problem, index):
+        if alignment >= 4 and problem.matrices[index].dtype.itemsize == 2 and not contracts_rows(problem, index):
             return []
     return [alignment for _, alignment in unaligned]
