@@ -1,9 +1,10 @@
 """Fits the cost model to recorded trials of a kernel on a chip: a scale factor, and the residual errors.
 
 Ranking needs no fit: constants refitted by least squares to other shapes rank no better than the defaults
-(docs/search-and-model.md). The fit corrects the choice between a kernel and the library. It has three parts: a scale
-factor, the fixed time of a library kernel, and the errors by problem. They are necessary because the library's formula
-does not model its programs. For example, XLA's softmax reads long rows several times.
+(docs/search-and-model.md). The fit corrects the choice between a kernel and the library. It has four parts: a scale
+factor, the fixed time of a library kernel, the cost of unaligned rows to it, and the errors by problem. They are
+necessary because the library's formula does not model its programs. For example, XLA's softmax reads long rows several
+times.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ from search_spaces.problem import Problem
 class Constants:
     """Empirical constants of the cost model: efficiencies and overheads.
 
-    The defaults are round numbers from sweeps of 19 matmuls on one H200, and from XLA's times of 21 matmuls. Constants
-    refitted to other shapes rank no better, so a calibration sets only the two scales and `library_s`
-    (`calibration.py`).
+    The defaults are round numbers from sweeps of 19 matmuls and from XLA's times of 253 problems on one H200. Kernel
+    constants refitted to other shapes rank no better, so a calibration sets only the two scales and constants of the
+    library (`calibration.py`).
 
     Attributes:
       scale: ratio of measured to predicted time of this kernel on this chip.
