@@ -102,7 +102,7 @@ def optimize(
         a module. A function jitted by `jax.jit` keeps the semantics of `jax.jit`: updates in place are lost, and
         arguments that are not arrays are rejected.
       on_miss, backends: As in `scheduler.tuned_matmul`, for each matmul and attention call. Calls that no allowed
-        kernel can compute are not replaced.
+        kernel can compute are not replaced. Changed environment variables count after `scheduler.reload()`.
       keep: "tuned" keeps the tuned version whenever its results agree, without timing.
       seconds: Maximum time of one timing. A minimum number of rounds may take longer. There are up to three timings: of
         both versions, of versions without groups of kernels, and of the version that is left.

@@ -15,8 +15,8 @@ from search_spaces.ragged_dot.problem import GroupedProblem, RaggedDotProblem, R
 
 Axes = tuple[int, ...]
 Matched = MatchedEquation[Any] | str
-# Axes of an array of three axes, or of a matrix, in memory order.
-STRAIGHT, SWAPPED = (0, 1, 2), (0, 2, 1)
+# Axes of an array of three axes in memory order, the last two swapped.
+SWAPPED = (0, 2, 1)
 
 
 def boundaries_of_sizes(sizes: jax.Array, rows: int) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,6 @@ SCALES = ("blocks", "rows")
 BLOCK = 128
 # The largest scale that `inputs` draws, and the inverse of the smallest.
 LARGEST_SCALE = 2.0
-
-
-class ScaledOperands(NamedTuple):
-    """One value per operand, by name."""
-
-    a: Any
-    b: Any
-    a_scale: Any
-    b_scale: Any
 
 
 @dataclasses.dataclass(frozen=True)
