@@ -48,7 +48,7 @@ from search_spaces import Operation, Problem, load
 CLOSE = 0.005
 # Problems whose sizes are at most so many doublings apart in all are of one group, and left out together.
 GROUP = 1.0
-RATIOS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+RATIOS = tuple(sorted({0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, LOSS_PER_GAIN}))
 ATTENTION = ("flash_attention", "flash_attention_backward")
 NOT_ROWS = (*ATTENTION, "matmul", "gated_matmul", "scaled_matmul", "ragged_dot", "ragged_dot_weights")
 # The constants, by backend, and the records with which a problem is answered.
